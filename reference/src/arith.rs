@@ -1,0 +1,212 @@
+//! The arithmetic under the oracle's operations. Each operation is written once; [`Arith`] decides whether it is the
+//! truth (f64 over
+//! exact weights) or a plain, legitimate run of an engine's f32 recipe in a stated order of summation. The distance
+//! between the two is
+//! the noise floor that verdicts stand on, so every rounding here is one that a correct engine may make, and none is
+//! larger.
+
+use std::ops::{Add, Mul};
+
+use ndarray::{Array2, ArrayView2};
+
+/// In which order the terms of a sum are added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// First to last.
+    Sequential,
+    /// Last to first.
+    Reversed,
+    /// In consecutive blocks of so many terms, then the blocks' sums first to last.
+    Blocks(usize),
+    /// In so many consecutive parts of equal length, one per rank, then the parts' sums first to last.
+    Ranks(usize),
+}
+
+/// How numbers are computed. Values travel as f64 in every mode; in `F32` each of them is an f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arith {
+    /// f64 throughout.
+    Exact,
+    /// Every product, sum, quotient and function value is rounded to f32; functions are correctly rounded; sums run in
+    /// the given order.
+    F32(Order),
+}
+
+/// Activation rows that are multiplied side by side, so that a strictly ordered sum still fills the vector unit.
+const LANES: usize = 16;
+/// Multiplications below which a second thread costs more than it brings.
+const WORTH_A_THREAD: usize = 1 << 22;
+
+impl Arith {
+    /// Legitimate f32 runs for a noise floor at tensor-parallel degree `tp`: at least four, exact ones not among them.
+    pub fn orders(tp: usize) -> Vec<Arith> {
+        [Order::Sequential, Order::Reversed, Order::Blocks(32), Order::Ranks(tp.max(2))].map(Arith::F32).to_vec()
+    }
+
+    /// The value as this arithmetic holds it.
+    pub fn round(self, v: f64) -> f64 {
+        match self {
+            Arith::Exact => v,
+            Arith::F32(_) => f64::from(v as f32),
+        }
+    }
+
+    /// The sum of `terms`, in order, each partial sum rounded.
+    pub fn sum(self, terms: &[f64]) -> f64 {
+        match self {
+            Arith::Exact => ordered(terms.len(), Order::Sequential, |i| [terms[i]])[0],
+            Arith::F32(order) => f64::from(ordered(terms.len(), order, |i| [terms[i] as f32])[0]),
+        }
+    }
+
+    /// All dot products of rows of `x` with rows of `w`: \[rows of x, n\] and \[rows of w, n\] give \[rows of x, rows
+    /// of w\].
+    pub fn dots<W: Copy + Into<f64> + Sync>(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, W>) -> Array2<f64> {
+        match self {
+            Arith::Exact => dots::<f64, W>(x, w, Order::Sequential),
+            Arith::F32(order) => dots::<f32, W>(x, w, order),
+        }
+    }
+}
+
+/// The two number types that sums run in.
+trait Real: Copy + Send + Sync + Add<Output = Self> + Mul<Output = Self> {
+    const ZERO: Self;
+    fn of(v: f64) -> Self;
+    fn wide(self) -> f64;
+}
+
+impl Real for f64 {
+    const ZERO: f64 = 0.0;
+    fn of(v: f64) -> f64 {
+        v
+    }
+    fn wide(self) -> f64 {
+        self
+    }
+}
+
+impl Real for f32 {
+    const ZERO: f32 = 0.0;
+    fn of(v: f64) -> f32 {
+        v as f32
+    }
+    fn wide(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+/// The sum of `n` terms in order, for L independent sums at once.
+fn ordered<F: Real, const L: usize>(n: usize, order: Order, term: impl Fn(usize) -> [F; L]) -> [F; L] {
+    let plus = |mut sum: [F; L], more: [F; L]| {
+        for (s, m) in sum.iter_mut().zip(more) {
+            *s = *s + m;
+        }
+        sum
+    };
+    let zero = [F::ZERO; L];
+    let chunk = match order {
+        Order::Sequential => return (0..n).fold(zero, |sum, i| plus(sum, term(i))),
+        Order::Reversed => return (0..n).rev().fold(zero, |sum, i| plus(sum, term(i))),
+        Order::Blocks(width) => width,
+        Order::Ranks(ranks) => n.div_ceil(ranks.max(1)),
+    };
+    let starts = (0..n).step_by(chunk.max(1));
+    starts.map(|i| (i..n.min(i + chunk)).fold(zero, |sum, i| plus(sum, term(i)))).fold(zero, plus)
+}
+
+/// Each row of `w` is read once, for all rows of `x`; rows of `w` are shared out among threads, which changes no
+/// result.
+fn dots<F: Real, W: Copy + Into<f64> + Sync>(
+    x: ArrayView2<'_, f64>,
+    w: ArrayView2<'_, W>,
+    order: Order,
+) -> Array2<f64> {
+    let (rows, n) = x.dim();
+    let outputs = w.nrows();
+    debug_assert_eq!(n, w.ncols());
+    let tiles = rows.div_ceil(LANES);
+    let mut packed = vec![[F::ZERO; LANES]; tiles * n];
+    for ((row, i), &v) in x.indexed_iter() {
+        packed[row / LANES * n + i][row % LANES] = F::of(v);
+    }
+    let mut sums = vec![[F::ZERO; LANES]; outputs * tiles];
+    let compute = |first: usize, sums: &mut [[F; LANES]]| {
+        let mut weights = vec![F::ZERO; n];
+        for (o, sums) in sums.chunks_exact_mut(tiles).enumerate() {
+            for (weight, &v) in weights.iter_mut().zip(w.row(first + o)) {
+                *weight = F::of(v.into());
+            }
+            for (sum, x) in sums.iter_mut().zip(packed.chunks_exact(n)) {
+                *sum = ordered(n, order, |i| x[i].map(|x| weights[i] * x));
+            }
+        }
+    };
+    if tiles > 0 && n > 0 && outputs > 0 {
+        let work = outputs * tiles * LANES * n;
+        let cores = std::thread::available_parallelism().map_or(1, |c| c.get());
+        let threads = (work / WORTH_A_THREAD).clamp(1, cores);
+        let share = outputs.div_ceil(threads);
+        std::thread::scope(|scope| {
+            let mut shares = sums.chunks_mut(share * tiles).enumerate();
+            let own = shares.next();
+            for (i, sums) in shares {
+                let compute = &compute;
+                scope.spawn(move || compute(i * share, sums));
+            }
+            if let Some((_, sums)) = own {
+                compute(0, sums);
+            }
+        });
+    }
+    Array2::from_shape_fn((rows, outputs), |(row, o)| sums[o * tiles + row / LANES][row % LANES].wide())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::{Array, array};
+
+    #[test]
+    fn orders_round_differently_and_exact_does_not_round() {
+        // In f32, 2^24 swallows single ones; each order loses other ones.
+        let big = f64::from(1 << 24);
+        let terms = [big, 1.0, 1.0, 1.0, 1.0];
+        assert_eq!(Arith::Exact.sum(&terms), big + 4.0);
+        assert_eq!(Arith::F32(Order::Sequential).sum(&terms), big);
+        assert_eq!(Arith::F32(Order::Reversed).sum(&terms), big + 4.0);
+        assert_eq!(Arith::F32(Order::Blocks(3)).sum(&terms), big + 2.0);
+        assert_eq!(Arith::F32(Order::Ranks(5)).sum(&terms), big);
+        assert_eq!(Arith::F32(Order::Ranks(2)).sum(&terms), big + 2.0);
+    }
+
+    #[test]
+    fn dots_agree_with_sums_of_products_in_every_order() {
+        let x = Array::from_shape_fn((19, 70), |(i, j)| f64::from(((i * 31 + j * 7) % 13) as f32 * 0.37 - 2.1));
+        let w = Array::from_shape_fn((5, 70), |(i, j)| ((i * 17 + j * 3) % 11) as f32 * 0.13 - 0.7);
+        for arith in Arith::orders(4).into_iter().chain([Arith::Exact]) {
+            let y = arith.dots(x.view(), w.view());
+            for ((i, o), &v) in y.indexed_iter() {
+                let terms: Vec<f64> = (0..70).map(|j| arith.round(x[[i, j]] * f64::from(w[[o, j]]))).collect();
+                assert_eq!(v, arith.sum(&terms), "{arith:?} row {i} output {o}");
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_nothing() {
+        let x = Array::from_shape_fn((16, 1024), |(i, j)| ((i + j) % 7) as f64 * 0.3 - 1.0);
+        let w = Array::from_shape_fn((1100, 1024), |(i, j)| ((i * j) % 5) as f32 - 2.0);
+        let whole = Arith::Exact.dots(x.view(), w.view());
+        let part = Arith::Exact.dots(x.view(), w.slice(ndarray::s![1090.., ..]));
+        assert_eq!(whole.slice(ndarray::s![.., 1090..]), part);
+    }
+
+    #[test]
+    fn empty_sides_give_empty_results() {
+        let none = Array2::<f64>::zeros((0, 3));
+        assert_eq!(Arith::Exact.dots(none.view(), array![[1f32, 2.0, 3.0]].view()).dim(), (0, 1));
+        assert_eq!(Arith::Exact.dots(array![[1.0, 2.0, 3.0]].view(), none.view()).dim(), (1, 0));
+        assert_eq!(Arith::F32(Order::Ranks(3)).sum(&[]), 0.0);
+    }
+}

@@ -1,0 +1,143 @@
+use std::collections::HashMap;
+
+use super::*;
+use crate::source::RawTensor;
+
+/// Metadata by hand, no tensors but a head.
+struct Hand {
+    format: Format,
+    meta: HashMap<String, Meta>,
+}
+
+impl RawModel for Hand {
+    fn format(&self) -> Format {
+        self.format
+    }
+    fn meta(&self, key: &str) -> Option<Meta> {
+        self.meta.get(key).cloned()
+    }
+    fn tensor(&self, name: &str) -> Option<RawTensor<'_>> {
+        (name == "output.weight").then(|| RawTensor { type_id: 0, ne: vec![1], bytes: vec![0; 4].into() })
+    }
+}
+
+fn gguf() -> Hand {
+    let mut meta = HashMap::from([("general.architecture".into(), Meta::Str("glm-dsa".into()))]);
+    let counts = [
+        ("block_count", 9),
+        ("nextn_predict_layers", 1),
+        ("context_length", 202752),
+        ("embedding_length", 64),
+        ("feed_forward_length", 96),
+        ("attention.head_count", 4),
+        ("attention.key_length", 40),
+        ("attention.value_length", 32),
+        ("attention.key_length_mla", 24),
+        ("attention.value_length_mla", 16),
+        ("attention.q_lora_rank", 48),
+        ("attention.kv_lora_rank", 32),
+        ("rope.dimension_count", 8),
+        ("leading_dense_block_count", 1),
+        ("expert_count", 8),
+        ("expert_used_count", 2),
+        ("expert_shared_count", 1),
+        ("expert_feed_forward_length", 32),
+        ("attention.indexer.head_count", 2),
+        ("attention.indexer.key_length", 16),
+        ("attention.indexer.top_k", 4),
+        ("vocab_size", 100),
+    ];
+    for (key, value) in counts {
+        meta.insert(format!("glm-dsa.{key}"), Meta::U64(value));
+    }
+    for (key, value) in
+        [("rope.freq_base", 1e6), ("attention.layer_norm_rms_epsilon", 1e-5), ("expert_weights_scale", 2.5)]
+    {
+        meta.insert(format!("glm-dsa.{key}"), Meta::F64(value));
+    }
+    Hand { format: Format::Gguf, meta }
+}
+
+fn set(hand: &mut Hand, key: &str, value: Meta) {
+    hand.meta.insert(format!("glm-dsa.{key}"), value);
+}
+
+#[test]
+fn reads_sizes_and_defaults() {
+    let c = RefConfig::from_raw(&gguf(), Eps::File).expect("valid");
+    assert_eq!((c.layers, c.mtp_layers, c.nope, c.rope, c.value), (8, 1, 16, 8, 16));
+    assert_eq!((c.gating, c.groups, c.groups_used, c.normalise_weights), (Gating::Sigmoid, 1, 1, false));
+    assert_eq!((c.latent_eps, c.index_eps), (1e-5, 1e-6));
+    assert!(c.index_full.iter().all(|&full| full) && !c.tied_head);
+}
+
+#[test]
+fn eps_follows_the_policy() {
+    let hf = RefConfig::from_raw(&gguf(), Eps::Hf).expect("valid");
+    assert_eq!((hf.eps, hf.latent_eps, hf.index_eps), (1e-5, 1e-6, 1e-6));
+    let lcpp = RefConfig::from_raw(&gguf(), Eps::LlamaCpp).expect("valid");
+    assert_eq!((lcpp.latent_eps, lcpp.index_eps), (1e-5, 0.0));
+}
+
+#[test]
+fn long_context_without_types_means_shared_layers() {
+    let mut hand = gguf();
+    set(&mut hand, "context_length", Meta::U64(1 << 20));
+    let c = RefConfig::from_raw(&hand, Eps::File).expect("valid");
+    assert_eq!(c.index_full, [true, true, true, false, false, false, true, false]);
+    assert_eq!((c.index_source(5), c.index_source(6)), (2, 6));
+}
+
+#[test]
+fn types_are_read_as_bools_or_integers() {
+    let mut hand = gguf();
+    let list = |n: usize| Meta::Array((0..n).map(|i| Meta::I64(i64::from(i % 2 == 0))).collect());
+    set(&mut hand, "attention.indexer.types", list(9));
+    let c = RefConfig::from_raw(&hand, Eps::File).expect("valid");
+    assert_eq!(c.index_full, [true, false, true, false, true, false, true, false]);
+    set(&mut hand, "attention.indexer.types", list(7));
+    assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+}
+
+#[test]
+fn per_layer_lists_must_agree() {
+    let mut hand = gguf();
+    let mut widths = vec![Meta::U64(0); 1];
+    widths.extend(vec![Meta::U64(48); 8]);
+    set(&mut hand, "expert_feed_forward_length", Meta::Array(widths.clone()));
+    assert_eq!(RefConfig::from_raw(&hand, Eps::File).expect("valid").moe_ffn, 48);
+    widths[4] = Meta::U64(32);
+    set(&mut hand, "expert_feed_forward_length", Meta::Array(widths));
+    assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+}
+
+#[test]
+fn errors_name_the_key() {
+    for (key, value) in [
+        ("attention.key_length", Meta::U64(41)),
+        ("expert_gating_func", Meta::U64(3)),
+        ("block_count", Meta::U64(u64::MAX)),
+        ("embedding_length", Meta::U64(0)),
+        ("nextn_predict_layers", Meta::U64(9)),
+        ("rope.freq_base", Meta::F64(f64::NAN)),
+        ("rope.scaling.type", Meta::Str("yarn".into())),
+    ] {
+        let mut hand = gguf();
+        set(&mut hand, key, value);
+        match RefConfig::from_raw(&hand, Eps::File) {
+            Err(RefError::Key { key: named, .. }) => assert_eq!(named, format!("glm-dsa.{key}")),
+            other => panic!("{key}: {other:?}"),
+        }
+    }
+    let mut hand = gguf();
+    hand.meta.remove("glm-dsa.attention.indexer.top_k");
+    assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+}
+
+#[test]
+fn other_architectures_are_refused() {
+    let mut hand = gguf();
+    hand.meta.insert("general.architecture".into(), Meta::Str("deepseek2".into()));
+    let error = RefConfig::from_raw(&hand, Eps::File).expect_err("deepseek2 is not covered");
+    assert_eq!(error, RefError::key("general.architecture", "\"glm-dsa\"", "\"deepseek2\""));
+}

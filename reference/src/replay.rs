@@ -1,0 +1,395 @@
+//! One operation at a time, from the inputs that a target captured. The target runs once, untouched; each of its
+//! operations is then judged
+//! on its own inputs, so that errors do not travel. The same door gives the partial sums that each rank should have
+//! contributed.
+
+use std::fmt;
+
+use ndarray::{Array2, Array3, ArrayD, Axis, s};
+
+use crate::arith::Arith;
+use crate::config::RefConfig;
+use crate::error::RefError;
+use crate::experts;
+use crate::model::{flat, heads, index_weights};
+use crate::names::Param;
+use crate::ops;
+use crate::points::{Options, Site, parse, partial_inputs_of, row_shape};
+use crate::slice::{ExpertSplit, Placement, Split, placement};
+use crate::weights::Weights;
+
+/// Why an operation cannot be recomputed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReplayError {
+    /// This model and run have no such point, or (for partial sums) it is not a sum over ranks.
+    Point(String),
+    /// An input was not captured.
+    Missing {
+        /// The point asked for.
+        point: String,
+        /// The input that it needs.
+        input: String,
+    },
+    /// A captured input has the wrong shape, or holds an index that points nowhere.
+    Input {
+        /// The captured input.
+        input: String,
+        /// What would have been right.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A row was asked for that the run does not have.
+    Row {
+        /// The row.
+        row: usize,
+        /// How many there are.
+        rows: usize,
+    },
+    /// The weights could not be read.
+    Weights(RefError),
+}
+
+impl fmt::Display for ReplayError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ReplayError::Point(point) => write!(f, "`{point}` is not a point that can be replayed in this run"),
+            ReplayError::Missing { point, input } => write!(f, "`{point}` needs `{input}`, which was not captured"),
+            ReplayError::Input { input, expected, found } => {
+                write!(f, "captured `{input}`: expected {expected}, found {found}")
+            }
+            ReplayError::Row { row, rows } => write!(f, "row {row} of {rows} was asked for"),
+            ReplayError::Weights(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for ReplayError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            ReplayError::Weights(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<RefError> for ReplayError {
+    fn from(error: RefError) -> Self {
+        ReplayError::Weights(error)
+    }
+}
+
+/// Captured values of a point, all tokens of the run, first axis tokens; the other axes may be merged. `ids` are the
+/// token ids.
+pub type Captured<'a> = &'a dyn Fn(&str) -> Option<ArrayD<f32>>;
+
+/// Recomputes `point` for the rows (tokens) `rows` from the captured inputs that
+/// [`inputs_of`](crate::points::inputs_of) names. The result is
+/// \[rows, ..\] with the axes of [`row_shape`]. Choices (`index_topk`, `expert_ids`) are the exact ones for the
+/// captured scores.
+///
+/// # Errors
+/// [`ReplayError`]: an unknown point, an input that is missing or malformed, a row out of range, or unreadable weights.
+pub fn replay(
+    c: &RefConfig,
+    w: &dyn Weights,
+    a: Arith,
+    options: Options,
+    point: &str,
+    inputs: Captured<'_>,
+    rows: &[usize],
+) -> Result<ArrayD<f64>, ReplayError> {
+    let (site, op) = parse(c, options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
+    Replay { c, w, a, options, point, site, inputs, rows }.run(op)
+}
+
+/// The partial sums of `point` that ranks 0 .. `tp` should contribute, each \[rows, hidden\], by the rules of
+/// [`slice`](crate::slice), from the captured
+/// inputs that [`partial_inputs_of`] names. Their sum is the result of [`replay`], but for rounding.
+///
+/// # Errors
+/// As for [`replay`]; a point that is not a sum over ranks; a degree that does not divide the axis.
+#[expect(clippy::too_many_arguments, reason = "the arguments of `replay`, and the ranks")]
+pub fn partials(
+    c: &RefConfig,
+    w: &dyn Weights,
+    a: Arith,
+    options: Options,
+    point: &str,
+    inputs: Captured<'_>,
+    rows: &[usize],
+    tp: usize,
+    experts: ExpertSplit,
+) -> Result<Vec<ArrayD<f64>>, ReplayError> {
+    let unknown = || ReplayError::Point(point.to_string());
+    let (site, op) = parse(c, options, point).ok_or_else(unknown)?;
+    partial_inputs_of(c, options, point).ok_or_else(unknown)?;
+    let replay = Replay { c, w, a, options, point, site, inputs, rows };
+    (0..tp).map(|rank| Ok(replay.partial(op, Split { tp, rank, experts })?.into_dyn())).collect()
+}
+
+struct Replay<'a> {
+    c: &'a RefConfig,
+    w: &'a dyn Weights,
+    a: Arith,
+    options: Options,
+    point: &'a str,
+    site: Site,
+    inputs: Captured<'a>,
+    rows: &'a [usize],
+}
+
+impl Replay<'_> {
+    fn run(&self, op: &str) -> Result<ArrayD<f64>, ReplayError> {
+        let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
+        let linear =
+            |input: &str, p: Param| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
+        let norm =
+            |x: Array2<f64>, p: Param, eps: f64| Ok::<_, ReplayError>(ops::rms_norm(a, &x, &*w.vector(at, p)?, eps));
+        let rope = |x: Array3<f64>, start: usize| {
+            let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
+            ops::rope(a, &x, start..start + c.rope, &self.positions(), c.rope_theta, style)
+        };
+        let wide = |x: Array2<f64>| Ok(x.into_dyn());
+        match op {
+            "embed" => wide(self.embedding(&(0..c.vocab))?),
+            "enorm" => {
+                let next: Vec<usize> = self.rows.iter().map(|t| t + 1).collect();
+                wide(norm(pick(&self.whole("embed")?, &next)?, Param::ENorm, c.eps)?)
+            }
+            "hnorm" => wide(norm(pick(&self.whole("final_norm")?, self.rows)?, Param::HNorm, c.eps)?),
+            "eh_proj" => {
+                let x = ops::joined(self.own("enorm")?.view(), self.own("hnorm")?.view());
+                wide(ops::linear(a, &x, &*w.matrix(at, Param::EhProj)?))
+            }
+            "input" => match self.site {
+                Site::Mtp => wide(self.own("eh_proj")?),
+                Site::Trunk(n) if n > 0 => wide(pick(&self.whole(&format!("layers.{}.output", n - 1))?, self.rows)?),
+                _ => wide(pick(&self.whole("embed")?, self.rows)?),
+            },
+            "attn.norm" => wide(norm(self.own("input")?, Param::AttnNorm, c.eps)?),
+            "attn.q_a" => wide(linear("attn.norm", Param::QA)?),
+            "attn.q_a_norm" => wide(norm(self.own("attn.q_a")?, Param::QANorm, c.latent_eps)?),
+            "attn.q_raw" => Ok(heads(linear("attn.q_a_norm", Param::QB)?, c.heads).into_dyn()),
+            "attn.q" => Ok(rope(heads(self.own("attn.q_raw")?, c.heads), c.nope).into_dyn()),
+            "attn.kv_a" => wide(linear("attn.norm", Param::KvA)?),
+            "attn.kv_latent" => {
+                let latent = self.own("attn.kv_a")?.slice(s![.., ..c.kv_rank]).to_owned();
+                wide(norm(latent, Param::KvANorm, c.latent_eps)?)
+            }
+            "attn.k_rope" => {
+                let k = self.own("attn.kv_a")?.slice(s![.., c.kv_rank..]).to_owned();
+                wide(flat(rope(heads(k, 1), 0)))
+            }
+            "attn.q_absorbed" => {
+                let q = heads(self.own("attn.q_raw")?, c.heads);
+                Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, Param::KB)?).into_dyn())
+            }
+            "attn.index_q" => {
+                let q = heads(linear("attn.q_a_norm", Param::IndexQB)?, c.index_heads);
+                Ok(rope(q, 0).into_dyn())
+            }
+            "attn.index_k" => {
+                let (weight, bias) = (w.vector(at, Param::IndexKNormW)?, w.vector(at, Param::IndexKNormB)?);
+                let k = ops::layer_norm(a, &linear("attn.norm", Param::IndexK)?, &weight, &bias, c.index_eps);
+                wide(flat(rope(heads(k, 1), 0)))
+            }
+            "attn.index_weights" => wide(index_weights(a, c, &linear("attn.norm", Param::IndexProj)?)),
+            "attn.index_scores" => {
+                let q = heads(self.own("attn.index_q")?, c.index_heads);
+                let k = self.whole(&self.name("attn.index_k"))?;
+                self.check_rows(k.nrows())?;
+                wide(ops::index_scores(a, &q, &k, &self.own("attn.index_weights")?, self.rows))
+            }
+            "attn.index_topk" => wide(ops::index_top_k(&self.own("attn.index_scores")?, self.rows, c.top_k)),
+            "attn.latent" => self.latent(),
+            "attn.context" => {
+                let latent = heads(self.own("attn.latent")?, c.heads);
+                Ok(ops::value_up(a, latent.view(), &*w.heads(at, Param::VB)?).into_dyn())
+            }
+            "attn.out" => wide(linear("attn.context", Param::O)?),
+            "residual" => wide(ops::add(a, &self.own("input")?, &self.own("attn.out")?)),
+            "ffn.norm" => wide(norm(self.own("residual")?, Param::FfnNorm, c.eps)?),
+            "ffn.router_logits" => wide(linear("ffn.norm", Param::Router)?),
+            "ffn.choice_scores" => {
+                let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
+                wide(ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used))
+            }
+            "ffn.expert_ids" => wide(ops::choose_experts(&self.own("ffn.choice_scores")?, c.experts_used)),
+            "ffn.expert_weights" => {
+                let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
+                wide(ops::expert_weights(a, &p, &self.expert_ids()?, c.normalise_weights, c.routed_scale))
+            }
+            "ffn.hidden" => match at.filter(|&n| c.is_moe(n)) {
+                Some(n) => Ok(experts::hidden(a, c, w, n, &self.own("ffn.norm")?, &self.expert_ids()?)?.into_dyn()),
+                None => {
+                    let (gate, up) = (w.matrix(at, Param::Gate)?, w.matrix(at, Param::Up)?);
+                    wide(ops::swiglu(a, &self.own("ffn.norm")?, &gate, &up))
+                }
+            },
+            "ffn.routed" => wide(self.routed(|_| 0..c.moe_ffn)?),
+            "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
+            "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => {
+                wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?))
+            }
+            "ffn.out" => wide(linear("ffn.hidden", Param::Down)?),
+            "output" => wide(ops::add(a, &self.own("residual")?, &self.own("ffn.out")?)),
+            "final_norm" => match self.site {
+                Site::Mtp => wide(norm(self.own("output")?, Param::MtpHeadNorm, c.eps)?),
+                _ => {
+                    let x = pick(&self.whole(&format!("layers.{}.output", c.layers - 1))?, self.rows)?;
+                    wide(norm(x, Param::FinalNorm, c.eps)?)
+                }
+            },
+            "logits" => wide(ops::linear(a, &self.own("final_norm")?, &*w.matrix(None, Param::Head)?)),
+            _ => Err(ReplayError::Point(self.point.to_string())),
+        }
+    }
+
+    fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
+        let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
+        let moe = at.is_some_and(|n| c.is_moe(n));
+        let columns = |p: Param| match placement(c, p, split)? {
+            Placement::Cols(range) => Ok::<_, ReplayError>(range),
+            _ => Err(ReplayError::Point(self.point.to_string())),
+        };
+        let linear = |input: &str, p: Param| {
+            Ok::<_, ReplayError>(ops::linear_part(a, &self.own(input)?, &*w.matrix(at, p)?, columns(p)?))
+        };
+        let routed = || {
+            let held = placement(c, Param::DownExps, split)?;
+            self.routed(|expert| match &held {
+                Placement::Cols(range) => range.clone(),
+                Placement::Experts(range) if range.contains(&expert) => 0..c.moe_ffn,
+                _ => 0..0,
+            })
+        };
+        match op {
+            "embed" => match placement(c, Param::Embed, split)? {
+                Placement::Vocab { rows, .. } => self.embedding(&rows),
+                _ => Err(ReplayError::Point(self.point.to_string())),
+            },
+            "attn.out" => linear("attn.context", Param::O),
+            "ffn.out" if !moe => linear("ffn.hidden", Param::Down),
+            "ffn.routed" => routed(),
+            "ffn.shared" => self.shared(columns(Param::DownShared)?),
+            "ffn.out" => Ok(ops::add(a, &routed()?, &self.shared(columns(Param::DownShared)?)?)),
+            _ => Err(ReplayError::Point(self.point.to_string())),
+        }
+    }
+
+    /// Embedding rows of the ids that `held` contains; zero for the others.
+    fn embedding(&self, held: &std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
+        let ids = pick(&self.whole("ids")?, self.rows)?;
+        let mut x = Array2::zeros((ids.nrows(), self.c.hidden));
+        for (mut row, &id) in x.rows_mut().into_iter().zip(&ids) {
+            let id = place(id, self.c.vocab).ok_or_else(|| wrong("ids", format!("ids below {}", self.c.vocab), id))?;
+            if held.contains(&id) {
+                row.assign(&self.w.embedding_row(id)?.mapv(f64::from));
+            }
+        }
+        Ok(x)
+    }
+
+    fn latent(&self) -> Result<ArrayD<f64>, ReplayError> {
+        let c = self.c;
+        let (latent, k_rope) = (self.whole(&self.name("attn.kv_latent"))?, self.whole(&self.name("attn.k_rope"))?);
+        self.check_rows(latent.nrows().min(k_rope.nrows()))?;
+        let mut keys: Vec<Vec<usize>> = self.rows.iter().map(|&t| (0..=t).collect()).collect();
+        if let (Site::Trunk(n), false) = (self.site, self.options.dense) {
+            let name = format!("layers.{}.attn.index_topk", c.index_source(n));
+            let chosen = pick(&self.whole(&name)?, self.rows)?;
+            for ((keys, chosen), &t) in keys.iter_mut().zip(chosen.rows()).zip(self.rows) {
+                keys.clear();
+                for &v in chosen.iter().filter(|&&v| v != -1.0) {
+                    let key = place(v, latent.nrows());
+                    keys.push(key.ok_or_else(|| wrong(&name, format!("keys below {}, or -1", latent.nrows()), v))?);
+                }
+                keys.retain(|&key| key <= t); // a later key may be listed, but the causal mask still hides it
+                if keys.is_empty() {
+                    return Err(wrong(&name, format!("at least one key up to token {t}"), -1.0));
+                }
+            }
+        }
+        let (q, q_absorbed) = (heads(self.own("attn.q")?, c.heads), heads(self.own("attn.q_absorbed")?, c.heads));
+        let scale = ((c.nope + c.rope) as f64).powf(-0.5);
+        let q_rope = q.slice(s![.., .., c.nope..]);
+        Ok(ops::attention(self.a, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
+    }
+
+    fn routed(&self, columns: impl Fn(usize) -> std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
+        let layer = self.site.layer(self.c).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
+        let (hidden, weights) = (self.expert_hidden()?, self.own("ffn.expert_weights")?);
+        Ok(experts::routed(self.a, self.w, layer, &hidden, &weights, &self.expert_ids()?, columns)?)
+    }
+
+    fn shared(&self, columns: std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
+        let layer = self.site.layer(self.c).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
+        Ok(experts::shared(self.a, self.c, self.w, layer, &self.expert_hidden()?, columns)?)
+    }
+
+    fn expert_hidden(&self) -> Result<Array3<f64>, ReplayError> {
+        Ok(heads(self.own("ffn.hidden")?, self.c.experts_used + self.c.shared_experts))
+    }
+
+    fn expert_ids(&self) -> Result<Vec<Vec<usize>>, ReplayError> {
+        let experts = self.c.experts;
+        let id = |&v: &f64| {
+            place(v, experts).ok_or_else(|| wrong(&self.name("ffn.expert_ids"), format!("ids below {experts}"), v))
+        };
+        self.own("ffn.expert_ids")?.rows().into_iter().map(|row| row.iter().map(id).collect()).collect()
+    }
+
+    fn name(&self, op: &str) -> String {
+        format!("{}{op}", self.site.prefix())
+    }
+
+    /// Positions of the rows asked for: MTP row t stands at position t + 1.
+    fn positions(&self) -> Vec<usize> {
+        self.rows.iter().map(|t| t + usize::from(self.site == Site::Mtp)).collect()
+    }
+
+    fn check_rows(&self, rows: usize) -> Result<(), ReplayError> {
+        self.rows.iter().find(|&&row| row >= rows).map_or(Ok(()), |&row| Err(ReplayError::Row { row, rows }))
+    }
+
+    /// The rows asked for of a captured point of the same site, other axes merged.
+    fn own(&self, op: &str) -> Result<Array2<f64>, ReplayError> {
+        pick(&self.whole(&self.name(op))?, self.rows)
+    }
+
+    /// All rows of a captured point, other axes merged.
+    fn whole(&self, name: &str) -> Result<Array2<f64>, ReplayError> {
+        let missing = || ReplayError::Missing { point: self.point.to_string(), input: name.to_string() };
+        let captured = (self.inputs)(name).ok_or_else(missing)?;
+        let tokens = captured.shape().first().copied().unwrap_or(0);
+        let (site, op) = parse(self.c, self.options, name).unwrap_or((Site::Model, name));
+        let width: usize = row_shape(self.c, site, op, tokens).iter().product();
+        if captured.len() != tokens * width {
+            let (expected, found) = (format!("{tokens} rows of {width}"), format!("shape {:?}", captured.shape()));
+            return Err(ReplayError::Input { input: name.to_string(), expected, found });
+        }
+        let values: Vec<f64> = captured.iter().map(|&v| f64::from(v)).collect();
+        Array2::from_shape_vec((tokens, width), values).map_err(|_| missing())
+    }
+}
+
+fn pick(x: &Array2<f64>, rows: &[usize]) -> Result<Array2<f64>, ReplayError> {
+    match rows.iter().find(|&&row| row >= x.nrows()) {
+        Some(&row) => Err(ReplayError::Row { row, rows: x.nrows() }),
+        None => Ok(x.select(Axis(0), rows)),
+    }
+}
+
+/// A captured number as an index below `limit`.
+fn place(v: f64, limit: usize) -> Option<usize> {
+    (v >= 0.0 && v < limit as f64 && v.fract() == 0.0).then_some(v as usize)
+}
+
+fn wrong(input: &str, expected: String, found: f64) -> ReplayError {
+    ReplayError::Input { input: input.to_string(), expected, found: found.to_string() }
+}
+
+#[cfg(test)]
+#[path = "replay_tests.rs"]
+pub(crate) mod tests;

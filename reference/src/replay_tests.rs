@@ -1,0 +1,289 @@
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use ndarray::{Array1, Array2, Array3, ArrayD, Axis};
+
+use super::*;
+use crate::arith::Order;
+use crate::config::{Gating, RopeStyle};
+use crate::model::forward;
+use crate::points::{inputs_of, points};
+use crate::weights::shape;
+
+/// Three trunk layers (dense, sparse full, sparse shared) and one MTP layer, every size different from its neighbours.
+pub(crate) fn tiny_config() -> RefConfig {
+    RefConfig {
+        layers: 3,
+        mtp_layers: 1,
+        dense_layers: 1,
+        hidden: 16,
+        vocab: 96,
+        heads: 2,
+        nope: 6,
+        rope: 4,
+        value: 5,
+        q_rank: 12,
+        kv_rank: 7,
+        ffn: 20,
+        moe_ffn: 8,
+        experts: 4,
+        experts_used: 2,
+        shared_experts: 2,
+        groups: 2,
+        groups_used: 1,
+        gating: Gating::Sigmoid,
+        normalise_weights: true,
+        routed_scale: 2.5,
+        index_heads: 3,
+        index_dim: 6,
+        top_k: 4,
+        index_full: vec![true, true, false],
+        rope_theta: 100.0,
+        rope_style: RopeStyle::Interleaved,
+        index_rope_style: RopeStyle::Interleaved,
+        eps: 1e-5,
+        latent_eps: 1e-6,
+        index_eps: 1e-6,
+        tied_head: false,
+    }
+}
+
+/// Weights that depend on every index and look random.
+struct Hashed(RefConfig);
+
+impl Hashed {
+    fn values(&self, layer: Option<usize>, param: Param, expert: usize) -> Vec<f32> {
+        let seed = (layer.map_or(97, |n| n + 1) * 1009 + param as usize * 31 + expert * 7919) as u64;
+        let n: usize = shape(&self.0, param).iter().product();
+        let value = |i: usize| {
+            let mut h = (seed << 32 | i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            h = (h ^ h >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            ((h >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 1.2
+        };
+        (0..n).map(value).collect()
+    }
+
+    fn two(&self, layer: Option<usize>, param: Param, expert: usize) -> Arc<Array2<f32>> {
+        let s = shape(&self.0, param);
+        Arc::new(Array2::from_shape_vec((s[0], s[1]), self.values(layer, param, expert)).expect("shape"))
+    }
+}
+
+impl Weights for Hashed {
+    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
+        Ok(Arc::new(Array1::from(self.values(layer, param, 0))))
+    }
+    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError> {
+        Ok(self.two(layer, param, 0))
+    }
+    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError> {
+        let s = shape(&self.0, param);
+        Ok(Arc::new(Array3::from_shape_vec((s[0], s[1], s[2]), self.values(layer, param, 0)).expect("shape")))
+    }
+    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
+        Ok(self.two(layer, param, expert + 1))
+    }
+    fn embedding_row(&self, id: usize) -> Result<Array1<f32>, RefError> {
+        Ok(self.two(None, Param::Embed, 0).row(id).to_owned())
+    }
+}
+
+const IDS: [u32; 9] = [5, 80, 2, 2, 61, 7, 33, 90, 12];
+const SPARSE: Options = Options { dense: false, mtp: true };
+
+fn run(c: &RefConfig, a: Arith, options: Options) -> (Vec<String>, HashMap<String, ArrayD<f64>>) {
+    let (mut names, mut values) = (Vec::new(), HashMap::new());
+    let mut sink = |name: &str, value: ArrayD<f64>| {
+        names.push(name.to_string());
+        values.insert(name.to_string(), value);
+    };
+    forward(c, &Hashed(c.clone()), &IDS, a, options, &mut sink).expect("runs");
+    values.insert("ids".into(), Array1::from_iter(IDS.map(f64::from)).into_dyn());
+    (names, values)
+}
+
+fn captured(values: &HashMap<String, ArrayD<f64>>) -> impl Fn(&str) -> Option<ArrayD<f32>> {
+    move |name: &str| values.get(name).map(|v| v.mapv(|v| v as f32))
+}
+
+#[test]
+fn every_point_is_emitted_in_order_and_shape() {
+    let c = tiny_config();
+    for options in [SPARSE, Options { dense: true, mtp: false }] {
+        let (names, values) = run(&c, Arith::Exact, options);
+        assert_eq!(names, points(&c, options));
+        for name in names {
+            let (site, op) = parse(&c, options, &name).expect("a point");
+            let tokens = IDS.len() - usize::from(site == Site::Mtp);
+            let expected = [vec![tokens], row_shape(&c, site, op, tokens)].concat();
+            assert_eq!(values[&name].shape(), expected, "{name}");
+        }
+    }
+}
+
+#[test]
+fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
+    // Captured f32 values lose nothing of a run that holds f32 values, so each operation must give exactly what the run
+    // had.
+    let c = tiny_config();
+    for options in [SPARSE, Options { dense: true, mtp: true }] {
+        for a in Arith::orders(2) {
+            let (names, values) = run(&c, a, options);
+            for name in names {
+                let tokens = values[&name].shape()[0];
+                let rows = [tokens - 1, 0, 4];
+                let again =
+                    replay(&c, &Hashed(c.clone()), a, options, &name, &captured(&values), &rows).expect("replays");
+                assert_eq!(again, values[&name].select(Axis(0), &rows), "{name} {a:?}");
+                for input in inputs_of(&c, options, &name).expect("a point") {
+                    assert!(values.contains_key(&input), "{name} reads {input}, which no run emits");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn replay_reads_exactly_the_inputs_it_names() {
+    let c = tiny_config();
+    let (names, values) = run(&c, Arith::Exact, SPARSE);
+    for name in names {
+        let read = std::cell::RefCell::new(Vec::new());
+        let spy = |input: &str| {
+            read.borrow_mut().push(input.to_string());
+            captured(&values)(input)
+        };
+        replay(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, &name, &spy, &[3]).expect("replays");
+        let (mut read, mut named) = (read.into_inner(), inputs_of(&c, SPARSE, &name).expect("a point"));
+        read.sort();
+        read.dedup();
+        named.sort();
+        assert_eq!(read, named, "{name}");
+    }
+}
+
+#[test]
+fn f32_orders_differ_and_stay_near_the_truth() {
+    let c = tiny_config();
+    let dense = Options { dense: true, mtp: false };
+    let truth = &run(&c, Arith::Exact, dense).1["layers.0.output"];
+    let runs: Vec<_> = Arith::orders(2).into_iter().map(|a| run(&c, a, dense).1["layers.0.output"].clone()).collect();
+    for y in &runs {
+        let error = (y - truth).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
+        let size = truth.mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
+        // Some twenty operations of sums of up to twenty terms, each within 2^-24.
+        assert!(error > 0.0 && error < 400.0 * size * 2f64.powi(-24), "{error} of {size}");
+    }
+    assert!(runs.iter().skip(1).any(|y| *y != runs[0]));
+}
+
+#[test]
+fn shared_layers_reuse_the_last_full_choice() {
+    let c = tiny_config();
+    let (names, values) = run(&c, Arith::Exact, SPARSE);
+    assert!(names.iter().all(|n| !n.starts_with("layers.2.attn.index") && !n.starts_with("mtp.0.attn.index")));
+    let moved = |name: &str| {
+        let value = captured(&values)(name)?;
+        Some(if name == "layers.1.attn.index_topk" { value.mapv(|v| if v == 0.0 { 8.0 } else { v }) } else { value })
+    };
+    let at = |inputs: Captured<'_>| {
+        replay(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, "layers.2.attn.latent", inputs, &[2]).expect("replays")
+    };
+    let whole = at(&captured(&values));
+    assert_ne!(whole, at(&moved), "key 0 was in use, and key 8 lies in the future and stays hidden");
+}
+
+#[test]
+fn dense_equals_sparse_while_all_keys_fit() {
+    let c = RefConfig { top_k: IDS.len(), ..tiny_config() };
+    let sparse = run(&c, Arith::Exact, SPARSE).1;
+    let dense = run(&c, Arith::Exact, Options { dense: true, mtp: true }).1;
+    assert_eq!(sparse["logits"], dense["logits"]);
+    let short = run(&tiny_config(), Arith::Exact, SPARSE).1;
+    assert_ne!(short["logits"], dense["logits"]);
+}
+
+#[test]
+fn partial_sums_add_up() {
+    let c = tiny_config();
+    let (_, values) = run(&c, Arith::Exact, SPARSE);
+    let sums = [
+        "embed",
+        "layers.0.attn.out",
+        "layers.0.ffn.out",
+        "layers.1.ffn.out",
+        "layers.1.ffn.routed",
+        "mtp.0.ffn.shared",
+    ];
+    for point in sums {
+        for experts in [ExpertSplit::Tensor, ExpertSplit::Expert] {
+            let rows = [0, 5];
+            let w = Hashed(c.clone());
+            let parts =
+                partials(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows, 2, experts).expect("splits");
+            let whole = replay(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows).expect("replays");
+            assert_eq!(parts.len(), 2);
+            assert_ne!(parts[0], parts[1]);
+            let error = (&parts[0] + &parts[1] - &whole).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
+            // The sum over experts reads captured hidden values; `ffn.out` reads its captured, f32-rounded parts.
+            assert!(error < if point == "layers.1.ffn.out" { 1e-5 } else { 1e-13 }, "{point} {experts:?}: {error}");
+        }
+    }
+    let refused = partials(
+        &c,
+        &Hashed(c.clone()),
+        Arith::Exact,
+        SPARSE,
+        "layers.0.attn.q_a",
+        &captured(&values),
+        &[0],
+        2,
+        ExpertSplit::Tensor,
+    );
+    assert_eq!(refused, Err(ReplayError::Point("layers.0.attn.q_a".into())));
+}
+
+#[test]
+fn malformed_captures_are_refused() {
+    let c = tiny_config();
+    let (_, values) = run(&c, Arith::Exact, SPARSE);
+    let w = Hashed(c.clone());
+    let with = |name: &'static str, change: fn(f32) -> f32| {
+        let values = values.clone();
+        move |asked: &str| {
+            let value = values.get(asked)?.mapv(|v| v as f32);
+            Some(if asked == name { value.mapv(change) } else { value })
+        }
+    };
+    let at =
+        |point: &str, inputs: Captured<'_>, row: usize| replay(&c, &w, Arith::Exact, SPARSE, point, inputs, &[row]);
+    let good = captured(&values);
+    assert!(matches!(at("layers.7.attn.q", &good, 0), Err(ReplayError::Point(_))));
+    assert!(matches!(at("layers.2.attn.index_k", &good, 0), Err(ReplayError::Point(_))));
+    assert!(matches!(at("layers.0.attn.q", &good, 9), Err(ReplayError::Row { row: 9, rows: 9 })));
+    assert!(matches!(at("layers.0.attn.index_scores", &good, 9), Err(ReplayError::Row { .. })));
+    assert!(matches!(at("layers.0.attn.latent", &good, 9), Err(ReplayError::Row { .. })));
+    assert!(matches!(at("mtp.0.enorm", &good, 8), Err(ReplayError::Row { .. })));
+    assert!(matches!(at("layers.0.attn.q", &|_| None, 0), Err(ReplayError::Missing { .. })));
+    let narrow = |_: &str| Some(ArrayD::zeros(vec![9, 3]));
+    assert!(matches!(at("layers.0.attn.q", &narrow, 0), Err(ReplayError::Input { .. })));
+    for change in [|_| 0.5, |_| f32::NAN, |_| -2.0, |_| -1.0, |_| 9.0] {
+        let bad = with("layers.1.attn.index_topk", change);
+        assert!(matches!(at("layers.2.attn.latent", &bad, 3), Err(ReplayError::Input { .. })));
+    }
+    for change in [|_| 0.5, |_| f32::INFINITY, |_| -1.0, |_| 4.0] {
+        let bad = with("layers.1.ffn.expert_ids", change);
+        assert!(matches!(at("layers.1.ffn.hidden", &bad, 3), Err(ReplayError::Input { .. })));
+    }
+}
+
+#[test]
+fn f32_order_reaches_the_sums() {
+    let c = tiny_config();
+    let w = Hashed(c.clone());
+    let values = run(&c, Arith::Exact, SPARSE).1;
+    let at = |order| {
+        replay(&c, &w, Arith::F32(order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3]).expect("replays")
+    };
+    assert_ne!(at(Order::Sequential), at(Order::Reversed));
+}

@@ -1,0 +1,262 @@
+//! Which tensors fill which parameters, and what is left over on either side. Nothing is skipped silently: a tensor is
+//! bound, known to be unused for a stated reason, or UNBOUND.
+
+use std::collections::{HashMap, HashSet};
+
+use super::names::{self, Binding, Naming};
+use super::{TensorSource, View};
+use crate::model::{Config, Kind, Param, params};
+
+/// A tensor that nothing uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unused {
+    /// Its name.
+    pub tensor: String,
+    /// Why that is right.
+    pub reason: String,
+}
+
+/// A tensor that nothing is known about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unbound {
+    /// Its name.
+    pub tensor: String,
+    /// The expected name that comes nearest, with its edit distance.
+    pub nearest: Option<(String, usize)>,
+}
+
+/// A tensor whose shape contradicts the metadata. Axes are fastest first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShapeFault {
+    /// The parameter.
+    pub param: Param,
+    /// The tensor.
+    pub tensor: String,
+    /// From the metadata.
+    pub expected: Vec<u64>,
+    /// In the file.
+    pub found: Vec<u64>,
+    /// The metadata keys, or rules, that the axes in question come from.
+    pub keys: Vec<String>,
+}
+
+/// What the file holds of the MTP blocks that its metadata declares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mtp {
+    /// None declared.
+    None,
+    /// All of their tensors.
+    Whole,
+    /// Some tensors; the block cannot run.
+    Partial,
+    /// Not one tensor.
+    Absent,
+}
+
+/// The full account.
+#[derive(Clone, Debug)]
+pub struct Coverage {
+    /// Tensors in the file.
+    pub tensors: usize,
+    /// Tensors that fill parameters.
+    pub bound: usize,
+    /// Tensors left out for a known reason.
+    pub unused: Vec<Unused>,
+    /// Tensors without a home.
+    pub unbound: Vec<Unbound>,
+    /// Trunk parameters without a tensor, with the name that was looked for.
+    pub missing: Vec<(Param, String)>,
+    /// Tensors of the wrong shape.
+    pub shapes: Vec<ShapeFault>,
+    /// Other spellings that were accepted: (tensor, usual name).
+    pub aliases: Vec<(String, String)>,
+    /// The MTP blocks.
+    pub mtp: Mtp,
+    /// Tensors that the MTP blocks lack, by their usual names.
+    pub mtp_missing: Vec<String>,
+    /// Tensors of a type that this build cannot dequantise: (tensor, type).
+    pub unreadable: Vec<(String, &'static str)>,
+}
+
+impl Coverage {
+    /// True when every tensor has a home, every parameter a source, and every shape fits.
+    pub fn is_whole(&self) -> bool {
+        self.unbound.is_empty() && self.missing.is_empty() && self.shapes.is_empty()
+    }
+}
+
+/// Binds the tensors of `source` to the parameters of `config`.
+pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, HashMap<Param, Binding>) {
+    let naming = source.naming();
+    let file_names = source.names();
+    let present: HashSet<&str> = file_names.iter().copied().collect();
+    let mut used: HashSet<String> = HashSet::new();
+    let mut bound = HashMap::new();
+    let mut expected_names = Vec::new();
+    let (mut missing, mut shapes, mut aliases) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut mtp_found, mut mtp_missing) = (0usize, Vec::new());
+    // More experts than tensors cannot all be there; their names need not be made to know that.
+    let experts = config.experts.min(file_names.len() + 1);
+    for param in params::of_trunk(config).into_iter().chain(params::of_mtp(config)) {
+        let of_mtp = param.layer.is_some_and(|l| l >= config.layers);
+        let candidates = names::candidates(naming, param, experts);
+        let usual = candidates.first().and_then(|b| b.names().first().cloned()).unwrap_or_default();
+        let found = candidates.into_iter().find(|b| b.names().iter().all(|n| present.contains(n.as_str())));
+        let Some(binding) = found.or_else(|| tied_head(param, naming, &present)) else {
+            expected_names.push((usual.clone(), false));
+            match of_mtp {
+                true if param.kind.is_indexer() => {} // runs without one
+                true => mtp_missing.push(usual),
+                false => missing.push((param, usual)),
+            }
+            continue;
+        };
+        expected_names.push((usual.clone(), true));
+        mtp_found += usize::from(of_mtp);
+        if matches!(&binding, Binding::Whole(name) if *name != usual && param.kind != Kind::Output) {
+            aliases.push((binding.names()[0].clone(), usual));
+        }
+        for name in binding.names() {
+            if let Some(fault) = source.tensor(name).and_then(|view| wrong_shape(config, param, &binding, name, &view))
+            {
+                shapes.push(fault);
+            }
+            used.insert(name.clone());
+        }
+        bound.insert(param, binding);
+    }
+    let mtp = match (config.mtp_layers, mtp_found, mtp_missing.len()) {
+        (0, ..) => Mtp::None,
+        (_, 0, _) => Mtp::Absent,
+        (_, _, 0) => Mtp::Whole,
+        _ => Mtp::Partial,
+    };
+    let nearest_to = Nearest(expected_names);
+    let (mut unused, mut unbound, mut unreadable) = (Vec::new(), Vec::new(), Vec::new());
+    for name in &file_names {
+        if let Some(view) = source.tensor(name).filter(|v| v.ty.quant.is_none()) {
+            unreadable.push((name.to_string(), view.ty.name));
+        }
+        if used.contains(*name) {
+            continue;
+        }
+        match why_unused(naming, config, name, &bound) {
+            Some(reason) => unused.push(Unused { tensor: name.to_string(), reason: reason.into() }),
+            None => {
+                let near = (unbound.len() < MOST_NEAREST).then(|| nearest_to.find(name)).flatten();
+                unbound.push(Unbound { tensor: name.to_string(), nearest: near });
+            }
+        }
+    }
+    let coverage = Coverage {
+        tensors: file_names.len(),
+        bound: used.len(),
+        unused,
+        unbound,
+        missing,
+        shapes,
+        aliases,
+        mtp,
+        mtp_missing,
+        unreadable,
+    };
+    (coverage, bound)
+}
+
+/// A file without an output matrix ties it to the embedding.
+fn tied_head(param: Param, naming: Naming, present: &HashSet<&str>) -> Option<Binding> {
+    let embedding = Param { layer: None, kind: Kind::TokenEmbd };
+    (param.kind == Kind::Output)
+        .then(|| names::candidates(naming, embedding, 1).into_iter().next())
+        .flatten()
+        .filter(|b| b.names().iter().all(|n| present.contains(n.as_str())))
+}
+
+fn wrong_shape(c: &Config, param: Param, binding: &Binding, tensor: &str, view: &View<'_>) -> Option<ShapeFault> {
+    let [cols, rows, stack] = param.kind.shape(c);
+    let axes = param.kind.axes();
+    let (expected, axes) = match binding {
+        Binding::Whole(_) => ([cols, rows, stack], axes),
+        Binding::PerExpert(_) => ([cols, rows, 1], axes),
+        Binding::KvB(_) => (
+            [c.kv_lora, c.heads * (c.nope + c.v_head), 1],
+            [&["kv latent"][..], &["heads", "nope width", "value width"], &[]],
+        ),
+    };
+    // Axes of extent 1 at the end are written or left out as converters please.
+    let trim = |axes: &[u64]| {
+        let last = axes.iter().rposition(|n| *n != 1).map_or(1, |i| i + 1);
+        axes[..last.min(axes.len())].to_vec()
+    };
+    let expected = trim(&expected.map(|n| n as u64));
+    let found = trim(&view.ne);
+    if expected == found {
+        return None;
+    }
+    let differs = |axis: &usize| expected.get(*axis).unwrap_or(&1) != found.get(*axis).unwrap_or(&1);
+    let facts: Vec<&str> = (0..3).filter(differs).flat_map(|axis| axes[axis].iter().copied()).collect();
+    let keys = c.facts.iter().filter(|f| facts.contains(&f.name)).map(|f| f.source.clone()).collect();
+    Some(ShapeFault { param, tensor: tensor.into(), expected, found, keys })
+}
+
+fn why_unused(naming: Naming, c: &Config, name: &str, bound: &HashMap<Param, Binding>) -> Option<&'static str> {
+    let (layer, rest) = naming.split(name);
+    if let Some((_, reason)) = names::KNOWN_UNUSED.iter().find(|(known, _)| *known == rest) {
+        return Some(reason);
+    }
+    let layer = layer?;
+    let parts = [Kind::KB, Kind::VB].map(|kind| bound.get(&Param { layer: Some(layer), kind }));
+    if naming.is_whole_kv_b(rest) && parts.iter().all(|b| matches!(b, Some(Binding::Whole(_)))) {
+        return Some("the whole kv_b beside its parts k_b and v_b: the parts are used");
+    }
+    let kind = naming.kind_of(rest)?;
+    if layer < c.layers && kind.is_indexer() && !c.is_full(layer) {
+        return Some("indexer of a shared layer, which reuses the last full layer's top-k");
+    }
+    (layer >= c.layers + c.mtp_layers).then_some("a block behind those that the metadata declares")
+}
+
+/// A file of another model can hold thousands of foreign tensors; a hint is worth making for the first ones.
+const MOST_NEAREST: usize = 64;
+
+/// Expected names, each with whether a tensor fills it, to find the one that a foreign name was probably meant to be.
+struct Nearest(Vec<(String, bool)>);
+
+impl Nearest {
+    /// The name with the smallest edit distance, among those that differ by at most half the length of `name`; of
+    /// equally near ones one that nothing fills.
+    fn find(&self, name: &str) -> Option<(String, usize)> {
+        let most = name.len().max(4) / 2;
+        let near = self.0.iter().filter(|(e, _)| e.len().abs_diff(name.len()) <= most); // the distance is no smaller
+        let best = near.map(|(e, filled)| (edit_distance(name, e), *filled, e)).min()?;
+        (best.0 <= most).then(|| (best.2.clone(), best.0))
+    }
+}
+
+/// Levenshtein distance over bytes, two rows at a time.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b = b.as_bytes();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let cost = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = cost.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::edit_distance;
+
+    #[test]
+    fn distances() {
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+        assert_eq!(edit_distance("", "abc"), 3);
+        assert_eq!(edit_distance("indexer.proj", "indexer.proj"), 0);
+    }
+}

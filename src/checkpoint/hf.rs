@@ -1,0 +1,184 @@
+//! Hugging Face folders: `config.json` flattened to dotted keys, safetensors as named tensors.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
+
+use super::names::Naming;
+use super::{CheckpointError, TensorSource, View};
+use crate::gguf::{Array, Value};
+use crate::model::Metadata;
+use crate::quant::{QuantType, TypeInfo};
+
+/// True for a folder that holds a `config.json`.
+pub fn is_folder(path: &Path) -> bool {
+    path.is_dir() && path.join("config.json").is_file()
+}
+
+struct Entry {
+    file: usize,
+    ty: &'static TypeInfo,
+    ne: Vec<u64>,
+    start: usize,
+    bytes: usize,
+}
+
+/// An opened folder.
+pub struct HfFolder {
+    files: Vec<(PathBuf, Mmap)>,
+    tensors: HashMap<String, Entry>,
+    order: Vec<String>,
+    config: Config,
+}
+
+/// Flattened `config.json`.
+struct Config(HashMap<String, Value>);
+
+impl Metadata for Config {
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(key)
+    }
+    fn is_hf(&self) -> bool {
+        true
+    }
+}
+
+fn refuse(path: &Path, problem: impl Into<String>) -> CheckpointError {
+    CheckpointError::Hf { path: path.into(), problem: problem.into() }
+}
+
+impl HfFolder {
+    /// Opens a folder with `config.json` and either an index or plain `.safetensors` files.
+    ///
+    /// # Errors
+    /// Unreadable or malformed files, shards that the index names and the folder lacks, types other than BF16, F16
+    /// and F32, and tensors that stand in two files.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let config_path = folder.join("config.json");
+        let config = read_json(&config_path)?;
+        let mut flat = HashMap::new();
+        flatten("", &config, &mut flat);
+        let mut this = HfFolder { files: Vec::new(), tensors: HashMap::new(), order: Vec::new(), config: Config(flat) };
+        for path in shard_files(folder)? {
+            this.add(path)?;
+        }
+        Ok(this)
+    }
+
+    fn add(&mut self, path: PathBuf) -> Result<(), CheckpointError> {
+        let file = std::fs::File::open(&path).map_err(|e| refuse(&path, e.to_string()))?;
+        // SAFETY: read-only and private; see gguf::Source::open for what a shrinking file would do.
+        let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&path, e.to_string()))?;
+        let parsed = SafeTensors::deserialize(&map).map_err(|e| refuse(&path, format!("not safetensors: {e}")))?;
+        let mut entries = Vec::new();
+        for (name, view) in parsed.tensors() {
+            let ty = match view.dtype() {
+                Dtype::BF16 => QuantType::BF16,
+                Dtype::F16 => QuantType::F16,
+                Dtype::F32 => QuantType::F32,
+                other => {
+                    return Err(refuse(&path, format!("tensor {name}: expected BF16, F16 or F32, found {other:?}")));
+                }
+            };
+            let ne: Vec<u64> = view.shape().iter().rev().map(|n| *n as u64).collect();
+            let data = view.data();
+            let start = data.as_ptr() as usize - map.as_ptr() as usize;
+            entries.push((name, Entry { file: self.files.len(), ty: ty.info(), ne, start, bytes: data.len() }));
+        }
+        entries.sort_by_key(|(_, e)| e.start);
+        for (name, entry) in entries {
+            if let Some(other) = self.tensors.insert(name.clone(), entry) {
+                let other = self.files[other.file].0.display().to_string();
+                return Err(refuse(&path, format!("tensor {name}: expected once, found in {other} too")));
+            }
+            self.order.push(name);
+        }
+        self.files.push((path, map));
+        Ok(())
+    }
+}
+
+fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
+    let text = std::fs::read_to_string(path).map_err(|e| refuse(path, e.to_string()))?;
+    serde_json::from_str(&text).map_err(|e| refuse(path, format!("not JSON: {e}")))
+}
+
+/// The safetensors files, in order of name.
+fn shard_files(folder: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let index = folder.join("model.safetensors.index.json");
+    let mut names: Vec<String> = if index.is_file() {
+        let json = read_json(&index)?;
+        let map = json.get("weight_map").and_then(|m| m.as_object());
+        let map = map.ok_or_else(|| refuse(&index, "expected an object weight_map, found none"))?;
+        let file = |(tensor, v): (&String, &serde_json::Value)| {
+            let name = v.as_str().filter(|n| !n.contains(['/', '\\']));
+            let problem = || format!("weight_map, tensor {tensor}: expected a file name, found {v}");
+            name.map(str::to_owned).ok_or_else(|| refuse(&index, problem()))
+        };
+        map.iter().map(file).collect::<Result<_, _>>()?
+    } else {
+        let entries = std::fs::read_dir(folder).map_err(|e| refuse(folder, e.to_string()))?;
+        let names = entries.flatten().filter_map(|e| e.file_name().into_string().ok());
+        names.filter(|n| n.ends_with(".safetensors")).collect()
+    };
+    names.sort();
+    names.dedup();
+    if names.is_empty() {
+        return Err(refuse(folder, "a config.json, but no .safetensors files: the weights are missing"));
+    }
+    let missing: Vec<&str> = names.iter().map(String::as_str).filter(|n| !folder.join(n).is_file()).collect();
+    if !missing.is_empty() {
+        return Err(refuse(folder, format!("expected {} files, missing: {}", names.len(), missing.join(", "))));
+    }
+    Ok(names.into_iter().map(|n| folder.join(n)).collect())
+}
+
+/// Objects become dotted keys; arrays of one type become arrays; null is left out.
+fn flatten(prefix: &str, json: &serde_json::Value, out: &mut HashMap<String, Value>) {
+    if let serde_json::Value::Object(map) = json {
+        for (key, value) in map {
+            let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+            flatten(&key, value, out);
+        }
+    } else if let Some(value) = scalar(json) {
+        out.insert(prefix.into(), value);
+    } else if let serde_json::Value::Array(items) = json {
+        let strings: Option<Vec<String>> = items.iter().map(|v| v.as_str().map(str::to_owned)).collect();
+        let ints: Option<Vec<i64>> = items.iter().map(|v| v.as_i64()).collect();
+        // Arrays of anything else stay visible as text, so that a reader refuses them instead of finding no key.
+        let text = || Array::Str(items.iter().map(serde_json::Value::to_string).collect());
+        out.insert(prefix.into(), Value::Array(ints.map(Array::I64).or(strings.map(Array::Str)).unwrap_or_else(text)));
+    }
+}
+
+fn scalar(json: &serde_json::Value) -> Option<Value> {
+    match json {
+        serde_json::Value::Bool(b) => Some(Value::Bool(*b)),
+        serde_json::Value::String(s) => Some(Value::Str(s.clone())),
+        serde_json::Value::Number(n) => n.as_i64().map(Value::I64).or(n.as_f64().map(Value::F64)),
+        _ => None,
+    }
+}
+
+impl TensorSource for HfFolder {
+    fn names(&self) -> Vec<&str> {
+        self.order.iter().map(String::as_str).collect()
+    }
+    fn tensor(&self, name: &str) -> Option<View<'_>> {
+        let e = self.tensors.get(name)?;
+        let bytes = &self.files[e.file].1[e.start..e.start + e.bytes];
+        Some(View { ty: e.ty, ne: e.ne.clone(), bytes: Cow::Borrowed(bytes) })
+    }
+    fn file_of(&self, name: &str) -> String {
+        self.tensors.get(name).map_or(String::new(), |e| self.files[e.file].0.display().to_string())
+    }
+    fn metadata(&self) -> &dyn Metadata {
+        &self.config
+    }
+    fn naming(&self) -> Naming {
+        Naming::Hf
+    }
+}

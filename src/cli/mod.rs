@@ -1,0 +1,70 @@
+//! The commands: one file each. `args` says what was typed; the rest does it and returns an exit code.
+
+pub mod args;
+mod inspect;
+
+use std::io::Write;
+
+use crate::checkpoint::CheckpointError;
+use crate::shard::ShardError;
+use args::{Cli, Command};
+
+/// How a command ended, in the exit-code contract of the README.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// 0: all is well.
+    Ok,
+    /// 1: a fault was found.
+    Fault,
+    /// 2: usage or I/O error.
+    Usage,
+    /// 3: something could not be measured or did not run.
+    Unmeasured,
+}
+
+impl Exit {
+    /// The process's exit code.
+    pub fn code(self) -> u8 {
+        match self {
+            Exit::Ok => 0,
+            Exit::Fault => 1,
+            Exit::Usage => 2,
+            Exit::Unmeasured => 3,
+        }
+    }
+}
+
+/// Why a command could not do its work; always exit 2.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CliError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    #[error("cannot write the output: {0}")]
+    Output(#[from] std::io::Error),
+    #[error("cannot write the output: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+impl CliError {
+    /// True when the reader of our output went away, which is its right.
+    pub fn is_closed_pipe(&self) -> bool {
+        match self {
+            CliError::Output(e) => e.kind() == std::io::ErrorKind::BrokenPipe,
+            CliError::Json(e) => e.io_error_kind() == Some(std::io::ErrorKind::BrokenPipe),
+            _ => false,
+        }
+    }
+}
+
+/// Runs a command, results to `out`, progress and notes to stderr.
+///
+/// # Errors
+/// Usage and I/O errors.
+pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
+    match cli.command {
+        Command::Inspect(args) => inspect::run(&args, out),
+    }
+}

@@ -1,0 +1,573 @@
+//! The CPU device: f32 activations, quantised weights multiplied row by row without expanding a matrix, rayon inside an
+//! operation. Every sum has one order that depends on neither threads nor batch, so runs are bit-equal.
+
+mod attention;
+pub mod matmul;
+mod ops;
+pub mod simd;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use self::matmul::{MatmulError, Rows, Strided, StridedMut};
+use super::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use crate::engine::batch::Batch;
+use crate::model::Config;
+use crate::quant::{QuantType, dequantise};
+
+/// Activations `[rows][width]`.
+#[derive(Debug)]
+pub struct CpuBuf {
+    width: usize,
+    data: Vec<f32>,
+}
+
+impl CpuBuf {
+    fn row(&self, t: usize) -> &[f32] {
+        &self.data[t * self.width..(t + 1) * self.width]
+    }
+    fn row_mut(&mut self, t: usize) -> &mut [f32] {
+        &mut self.data[t * self.width..(t + 1) * self.width]
+    }
+}
+
+/// Indices `[rows][width]`.
+#[derive(Debug)]
+pub struct CpuIndex {
+    width: usize,
+    data: Vec<i32>,
+}
+
+impl CpuIndex {
+    fn row(&self, t: usize) -> &[i32] {
+        &self.data[t * self.width..(t + 1) * self.width]
+    }
+    fn row_mut(&mut self, t: usize) -> &mut [i32] {
+        &mut self.data[t * self.width..(t + 1) * self.width]
+    }
+}
+
+/// A resident parameter: parts in order, each a stack of matrices in the file's layout.
+#[derive(Debug)]
+pub struct CpuWeight {
+    parts: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Part {
+    ty: QuantType,
+    rows: usize,
+    /// Stored columns; the rank's own are `cols`.
+    covered: usize,
+    cols: Range<usize>,
+    stack: Vec<Vec<u8>>,
+}
+
+impl Part {
+    fn matrix(&self, index: usize) -> Rows<'_> {
+        Rows { ty: self.ty, bytes: &self.stack[index], rows: self.rows, cols: self.covered }
+    }
+    fn is_aligned(&self) -> bool {
+        self.cols == (0..self.covered)
+    }
+}
+
+/// A paged cache of one row per token position and layer.
+#[derive(Debug)]
+pub struct CpuCache {
+    shape: CacheShape,
+    layers: Vec<Vec<f32>>,
+}
+
+impl CpuCache {
+    /// Where position `p` of a sequence with this block table lies, in rows of a layer.
+    fn slot(&self, table: &[u32], p: usize) -> usize {
+        table[p / self.shape.page] as usize * self.shape.page + p % self.shape.page
+    }
+    fn row(&self, layer: usize, slot: usize) -> &[f32] {
+        &self.layers[layer][slot * self.shape.width..(slot + 1) * self.shape.width]
+    }
+}
+
+/// One rank's device.
+#[derive(Debug)]
+pub struct CpuDevice {
+    rank: usize,
+    /// cos and sin of every position so far, per pair, for the base they were made for.
+    rope: RefCell<ops::RopeTable>,
+    scratch: RefCell<Scratch>,
+}
+
+/// Intermediate values of fused operations, kept between calls.
+#[derive(Debug, Default)]
+struct Scratch {
+    padded: Vec<f32>,
+    experts: Vec<f32>,
+}
+
+const LOADING: Site = Site { layer: None, op: "loading" };
+
+impl CpuDevice {
+    /// The device of `rank`.
+    pub fn new(rank: usize) -> Self {
+        CpuDevice { rank, rope: RefCell::default(), scratch: RefCell::default() }
+    }
+
+    fn error(&self, site: Site, problem: impl ToString) -> DeviceError {
+        DeviceError { rank: self.rank, site, problem: problem.to_string() }
+    }
+
+    /// Calls `product` with activations as wide as the stored columns: `x` itself, or a copy that is zero outside the
+    /// rank's own columns.
+    fn covered(
+        &self,
+        part: &Part,
+        x: Strided<'_>,
+        rows: usize,
+        product: &mut dyn FnMut(Strided<'_>) -> Result<(), MatmulError>,
+    ) -> Result<(), MatmulError> {
+        if part.is_aligned() {
+            return product(x);
+        }
+        let padded = &mut self.scratch.borrow_mut().padded;
+        padded.clear();
+        padded.resize(rows * part.covered, 0.0);
+        for t in 0..rows {
+            let from = x.offset + t * x.stride;
+            padded[t * part.covered..][part.cols.clone()].copy_from_slice(&x.data[from..from + part.cols.len()]);
+        }
+        product(Strided { data: padded, offset: 0, stride: part.covered })
+    }
+}
+
+impl Device for CpuDevice {
+    type Buf = CpuBuf;
+    type Index = CpuIndex;
+    type Weight = CpuWeight;
+    type Inputs = Batch;
+    type Cache = CpuCache;
+
+    fn buf(&self, rows: usize, width: usize) -> Result<CpuBuf, DeviceError> {
+        Ok(CpuBuf { width, data: vec![0.0; rows * width] })
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<CpuBuf, DeviceError> {
+        Ok(CpuBuf { width: values.len(), data: values.to_vec() })
+    }
+
+    fn index(&self, rows: usize, width: usize) -> Result<CpuIndex, DeviceError> {
+        Ok(CpuIndex { width, data: vec![-1; rows * width] })
+    }
+
+    fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<CpuWeight, DeviceError> {
+        let mut resident = Vec::with_capacity(parts.len());
+        for part in parts {
+            let Some(first) = part.stack.first() else {
+                return Err(self.error(LOADING, "a parameter without matrices"));
+            };
+            let (ty, rows, covered) = (first.ty, first.rows, first.cols);
+            let mut stack = Vec::with_capacity(part.stack.len());
+            for m in part.stack {
+                if (m.ty, m.rows, m.cols) != (ty, rows, covered) {
+                    return Err(self.error(LOADING, "the matrices of a stack differ in type or shape"));
+                }
+                stack.push(m.bytes.into_owned());
+            }
+            resident.push(Part { ty, rows, covered, cols: part.cols, stack });
+        }
+        Ok(CpuWeight { parts: resident })
+    }
+
+    fn read_weight(&self, weight: &CpuWeight, part: usize) -> Result<Vec<u8>, DeviceError> {
+        let part = weight.parts.get(part).ok_or_else(|| self.error(LOADING, format!("no part {part}")))?;
+        Ok(part.stack.concat())
+    }
+
+    fn inputs(&self, _: usize, _: usize, _: usize) -> Result<Batch, DeviceError> {
+        Ok(Batch::default())
+    }
+
+    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch) -> Result<(), DeviceError> {
+        inputs.clone_from(batch);
+        Ok(())
+    }
+
+    fn cache(&self, shape: CacheShape) -> Result<CpuCache, DeviceError> {
+        let rows = shape.pages * shape.page;
+        Ok(CpuCache { shape, layers: (0..shape.layers).map(|_| vec![0.0; rows * shape.width]).collect() })
+    }
+
+    fn read(&self, buf: &CpuBuf, n: usize, cols: Range<usize>) -> Result<Vec<f32>, DeviceError> {
+        let mut out = Vec::with_capacity(n * cols.len());
+        for t in 0..n {
+            out.extend_from_slice(&buf.row(t)[cols.clone()]);
+        }
+        Ok(out)
+    }
+
+    fn write(&self, buf: &mut CpuBuf, n: usize, cols: Range<usize>, values: &[f32]) -> Result<(), DeviceError> {
+        for (t, row) in values.chunks_exact(cols.len().max(1)).take(n).enumerate() {
+            buf.row_mut(t)[cols.clone()].copy_from_slice(row);
+        }
+        Ok(())
+    }
+
+    fn read_index(&self, index: &CpuIndex, n: usize) -> Result<Vec<i32>, DeviceError> {
+        Ok(index.data[..n * index.width].to_vec())
+    }
+
+    fn write_index(&self, index: &mut CpuIndex, n: usize, values: &[i32]) -> Result<(), DeviceError> {
+        index.data[..n * index.width].copy_from_slice(values);
+        Ok(())
+    }
+
+    fn embed(
+        &self,
+        site: Site,
+        table: &CpuWeight,
+        first_row: usize,
+        inputs: &Batch,
+        n: usize,
+        out: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        let part = &table.parts[0];
+        let row_bytes = part.ty.row_bytes(part.covered);
+        for (t, token) in inputs.tokens.iter().take(n).enumerate() {
+            let row = out.row_mut(t);
+            match (token.id as usize).checked_sub(first_row).filter(|r| *r < part.rows) {
+                None => row.fill(0.0),
+                Some(r) => dequantise(part.ty, &part.stack[0][r * row_bytes..(r + 1) * row_bytes], row)
+                    .map_err(|e| self.error(site, e))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn matmul(
+        &self,
+        site: Site,
+        w: &CpuWeight,
+        x: &CpuBuf,
+        x_cols: Range<usize>,
+        n: usize,
+        out: &mut CpuBuf,
+        out_start: usize,
+    ) -> Result<(), DeviceError> {
+        let mut offset = out_start;
+        for part in &w.parts {
+            let x = Strided { data: &x.data, offset: x_cols.start, stride: x.width };
+            let stride = out.width;
+            let data = &mut out.data;
+            self.covered(part, x, n, &mut |x| {
+                matmul::matmul(&part.matrix(0), x, n, StridedMut { data: &mut *data, offset, stride })
+            })
+            .map_err(|e| self.error(site, e))?;
+            offset += part.rows;
+        }
+        Ok(())
+    }
+
+    fn matmul_heads(
+        &self,
+        site: Site,
+        w: &CpuWeight,
+        x: &CpuBuf,
+        x_heads: Heads,
+        n: usize,
+        out: &mut CpuBuf,
+        out_heads: Heads,
+    ) -> Result<(), DeviceError> {
+        for h in 0..x_heads.count {
+            let x = Strided { data: &x.data, offset: x_heads.start + h * x_heads.stride, stride: x.width };
+            let offset = out_heads.start + h * out_heads.stride;
+            let y = StridedMut { stride: out.width, data: &mut out.data, offset };
+            matmul::matmul(&w.parts[0].matrix(h), x, n, y).map_err(|e| self.error(site, e))?;
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &self,
+        _: Site,
+        x: &CpuBuf,
+        x_cols: Range<usize>,
+        w: &CpuBuf,
+        eps: f32,
+        n: usize,
+        out: &mut CpuBuf,
+        out_start: usize,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            let x = &x.row(t)[x_cols.clone()];
+            ops::rms_norm(x, &w.data, eps, &mut out.row_mut(t)[out_start..out_start + x.len()]);
+        }
+        Ok(())
+    }
+
+    fn layer_norm(
+        &self,
+        _: Site,
+        x: &mut CpuBuf,
+        cols: Range<usize>,
+        w: &CpuBuf,
+        b: &CpuBuf,
+        eps: f32,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            ops::layer_norm(&mut x.row_mut(t)[cols.clone()], &w.data, &b.data, eps);
+        }
+        Ok(())
+    }
+
+    fn rope(
+        &self,
+        _: Site,
+        x: &mut CpuBuf,
+        heads: Heads,
+        base: f64,
+        inputs: &Batch,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        let table = &mut self.rope.borrow_mut();
+        for (t, token) in inputs.tokens.iter().take(n).enumerate() {
+            let angles = table.at(base, heads.width, token.position as usize);
+            let row = x.row_mut(t);
+            for h in 0..heads.count {
+                let start = heads.start + h * heads.stride;
+                ops::rotate_pairs(&mut row[start..start + heads.width], angles);
+            }
+        }
+        Ok(())
+    }
+
+    fn scale(&self, _: Site, x: &mut CpuBuf, cols: Range<usize>, factor: f32, n: usize) -> Result<(), DeviceError> {
+        for t in 0..n {
+            x.row_mut(t)[cols.clone()].iter_mut().for_each(|v| *v *= factor);
+        }
+        Ok(())
+    }
+
+    fn copy(
+        &self,
+        _: Site,
+        x: &CpuBuf,
+        cols: Range<usize>,
+        n: usize,
+        out: &mut CpuBuf,
+        out_start: usize,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            out.row_mut(t)[out_start..out_start + cols.len()].copy_from_slice(&x.row(t)[cols.clone()]);
+        }
+        Ok(())
+    }
+
+    fn take_rows(
+        &self,
+        _: Site,
+        x: &CpuBuf,
+        width: usize,
+        inputs: &Batch,
+        out: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        for (i, t) in inputs.logits.iter().enumerate() {
+            out.row_mut(i)[..width].copy_from_slice(&x.row(*t as usize)[..width]);
+        }
+        Ok(())
+    }
+
+    fn add(&self, _: Site, x: &mut CpuBuf, y: &CpuBuf, width: usize, n: usize) -> Result<(), DeviceError> {
+        for t in 0..n {
+            x.row_mut(t)[..width].iter_mut().zip(&y.row(t)[..width]).for_each(|(x, y)| *x += y);
+        }
+        Ok(())
+    }
+
+    fn append(
+        &self,
+        site: Site,
+        cache: &mut CpuCache,
+        layer: usize,
+        x: &CpuBuf,
+        cols: Range<usize>,
+        inputs: &Batch,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        attention::append(cache, layer, x, cols, inputs, n).map_err(|e| self.error(site, e))
+    }
+
+    fn index_top_k(
+        &self,
+        _: Site,
+        cache: &CpuCache,
+        layer: usize,
+        q: &CpuBuf,
+        q_heads: Heads,
+        weights: &CpuBuf,
+        weight_cols: Range<usize>,
+        inputs: &Batch,
+        n: usize,
+        top_k: usize,
+        chosen: &mut CpuIndex,
+        scores: Option<&mut CpuBuf>,
+    ) -> Result<(), DeviceError> {
+        let indexer = attention::Indexer { cache, layer, q, q_heads, weights, weight_cols, inputs, top_k };
+        indexer.run(n, chosen, scores);
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        _: Site,
+        cache: &CpuCache,
+        layer: usize,
+        q_latent: &CpuBuf,
+        latent_heads: Heads,
+        q_rope: &CpuBuf,
+        rope_heads: Heads,
+        scale: f32,
+        chosen: Option<&CpuIndex>,
+        inputs: &Batch,
+        n: usize,
+        out: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        let attention =
+            attention::Attention { cache, layer, q_latent, latent_heads, q_rope, rope_heads, scale, chosen, inputs };
+        attention.run(n, out);
+        Ok(())
+    }
+
+    fn route(
+        &self,
+        _: Site,
+        config: &Config,
+        logits: &CpuBuf,
+        bias: &CpuBuf,
+        n: usize,
+        choice_scores: &mut CpuBuf,
+        ids: &mut CpuIndex,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            let scores = choice_scores.row_mut(t);
+            ops::choice_scores(config, logits.row(t), &bias.data, scores);
+            ops::best(scores, ids.row_mut(t));
+        }
+        Ok(())
+    }
+
+    fn expert_weights(
+        &self,
+        _: Site,
+        config: &Config,
+        logits: &CpuBuf,
+        ids: &CpuIndex,
+        n: usize,
+        weights: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            ops::expert_weights(config, logits.row(t), ids.row(t), weights.row_mut(t));
+        }
+        Ok(())
+    }
+
+    fn swiglu(
+        &self,
+        _: Site,
+        x: &CpuBuf,
+        width: usize,
+        n: usize,
+        out: &mut CpuBuf,
+        out_start: usize,
+    ) -> Result<(), DeviceError> {
+        for t in 0..n {
+            ops::swiglu(&x.row(t)[..2 * width], &mut out.row_mut(t)[out_start..out_start + width]);
+        }
+        Ok(())
+    }
+
+    fn experts_hidden(
+        &self,
+        site: Site,
+        gate_up: &CpuWeight,
+        x: &CpuBuf,
+        ids: &CpuIndex,
+        slots: usize,
+        width: usize,
+        n: usize,
+        hidden: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        let gate_up_rows = &mut self.scratch.borrow_mut().experts;
+        gate_up_rows.resize(n * slots * 2 * width, 0.0);
+        for (expert, pairs) in by_expert(ids, slots, n) {
+            let tokens: Vec<u32> = pairs.iter().map(|p| p / slots as u32).collect();
+            let mut offset = 0;
+            for part in &gate_up.parts {
+                let x = Strided { data: &x.data, offset: 0, stride: x.width };
+                let y = StridedMut { data: gate_up_rows, offset, stride: 2 * width };
+                matmul::matmul_gather(&part.matrix(expert), x, &tokens, y, &pairs).map_err(|e| self.error(site, e))?;
+                offset += part.rows;
+            }
+        }
+        for t in 0..n {
+            let row = hidden.row_mut(t);
+            for slot in 0..slots {
+                let pair = &gate_up_rows[(t * slots + slot) * 2 * width..][..2 * width];
+                ops::swiglu(pair, &mut row[slot * width..(slot + 1) * width]);
+            }
+        }
+        Ok(())
+    }
+
+    fn experts_down(
+        &self,
+        site: Site,
+        down: &CpuWeight,
+        hidden: &CpuBuf,
+        ids: &CpuIndex,
+        weights: &CpuBuf,
+        slots: usize,
+        width: usize,
+        n: usize,
+        out: &mut CpuBuf,
+    ) -> Result<(), DeviceError> {
+        let part = &down.parts[0];
+        let rows = &mut self.scratch.borrow_mut().experts;
+        let mut gathered = Vec::new();
+        rows.resize(n * slots * part.rows, 0.0);
+        for (expert, pairs) in by_expert(ids, slots, n) {
+            gathered.clear();
+            gathered.resize(pairs.len() * part.covered, 0.0);
+            for (i, pair) in pairs.iter().enumerate() {
+                let (t, slot) = (*pair as usize / slots, *pair as usize % slots);
+                let from = &hidden.row(t)[slot * width..(slot + 1) * width];
+                gathered[i * part.covered..][part.cols.clone()].copy_from_slice(from);
+            }
+            let x = Strided { data: &gathered, offset: 0, stride: part.covered };
+            let y = StridedMut { data: rows, offset: 0, stride: part.rows };
+            let x_rows: Vec<u32> = (0..pairs.len() as u32).collect();
+            matmul::matmul_gather(&part.matrix(expert), x, &x_rows, y, &pairs).map_err(|e| self.error(site, e))?;
+        }
+        for t in 0..n {
+            let sum = &mut out.row_mut(t)[..part.rows];
+            sum.fill(0.0);
+            for slot in 0..slots {
+                simd::axpy(weights.row(t)[slot], &rows[(t * slots + slot) * part.rows..][..part.rows], sum);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// For every expert that is hit, the (token, slot) pairs that chose it, as `token * slots + slot`.
+fn by_expert(ids: &CpuIndex, slots: usize, n: usize) -> std::collections::BTreeMap<usize, Vec<u32>> {
+    let mut lists: std::collections::BTreeMap<usize, Vec<u32>> = Default::default();
+    for t in 0..n {
+        for (slot, id) in ids.row(t).iter().take(slots).enumerate() {
+            if let Ok(id) = usize::try_from(*id) {
+                lists.entry(id).or_default().push((t * slots + slot) as u32);
+            }
+        }
+    }
+    lists
+}

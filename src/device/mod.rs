@@ -1,0 +1,335 @@
+//! What the forward pass needs of a device, at the granularity at which a device may fuse.
+//!
+//! A rank owns one device. Activations are f32 buffers of `[rows][width]`; a step's inputs (ids, positions, block
+//! tables) live in device buffers too, and no operation returns data to the host, so that a whole step can be recorded
+//! and replayed. Fused operations have a default body of primitive ones; where a fused kernel has interior probe points,
+//! it takes a tap that says whether they are wanted.
+
+pub mod cpu;
+
+use std::ops::Range;
+
+use crate::checkpoint::Matrix;
+use crate::engine::batch::Batch;
+use crate::model::Config;
+
+/// Where in the forward pass a device or collective call belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Site {
+    /// Trunk layer; `None` before the first and behind the last.
+    pub layer: Option<usize>,
+    /// The operation, by the name of the probe point that it produces.
+    pub op: &'static str,
+}
+
+impl std::fmt::Display for Site {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.layer {
+            Some(layer) => write!(f, "layers.{layer}.{}", self.op),
+            None => f.write_str(self.op),
+        }
+    }
+}
+
+/// A device that could not do what it was told.
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank}, {site}: {problem}")]
+pub struct DeviceError {
+    /// The rank.
+    pub rank: usize,
+    /// The place in the forward pass.
+    pub site: Site,
+    /// What went wrong.
+    pub problem: String,
+}
+
+/// One part of a fused parameter as a rank holds it.
+#[derive(Debug)]
+pub struct PartSpec<'a> {
+    /// One matrix per entry of the stack (one for plain matrices): the rank's rows, covered columns, file layout.
+    pub stack: Vec<Matrix<'a>>,
+    /// The columns that belong to the rank, counted from the first covered one.
+    pub cols: Range<usize>,
+}
+
+/// Heads side by side in a buffer: head `h` of a row starts at `start + h * stride` and is `width` wide.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    /// First value of head 0.
+    pub start: usize,
+    /// From one head to the next.
+    pub stride: usize,
+    /// Values per head.
+    pub width: usize,
+    /// Heads.
+    pub count: usize,
+}
+
+/// Shape of the key caches.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheShape {
+    /// Trunk layers.
+    pub layers: usize,
+    /// Tokens per page.
+    pub page: usize,
+    /// Pages.
+    pub pages: usize,
+    /// Width of a row.
+    pub width: usize,
+}
+
+/// The operations. `n` is the number of rows (tokens) of this step; buffers may have room for more.
+///
+/// # Errors
+/// Every operation fails with the site, the rank and what did not fit; a failed device is not used again.
+#[allow(clippy::too_many_arguments)] // an operation names its operands
+pub trait Device: Send + Sized + 'static {
+    /// f32 activations `[rows][width]`.
+    type Buf: Send;
+    /// i32 indices `[rows][width]`, -1 where there is none.
+    type Index: Send;
+    /// A resident (fused) parameter.
+    type Weight: Send;
+    /// A step's inputs.
+    type Inputs: Send;
+    /// Rows per token position, by layer and page.
+    type Cache: Send;
+
+    /// Allocates activations of zeros.
+    fn buf(&self, rows: usize, width: usize) -> Result<Self::Buf, DeviceError>;
+    /// Uploads plain f32 values as one row.
+    fn vector(&self, values: &[f32]) -> Result<Self::Buf, DeviceError>;
+    /// Allocates indices.
+    fn index(&self, rows: usize, width: usize) -> Result<Self::Index, DeviceError>;
+    /// Uploads a parameter: parts joined by row, in this order.
+    fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<Self::Weight, DeviceError>;
+    /// The bytes of part `part` as the device holds them, unpacked to the file's layout.
+    fn read_weight(&self, weight: &Self::Weight, part: usize) -> Result<Vec<u8>, DeviceError>;
+    /// Allocates inputs for at most `tokens` tokens of `sequences` sequences of `pages` pages.
+    fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Self::Inputs, DeviceError>;
+    /// Replaces a step's inputs.
+    fn set_inputs(&self, inputs: &mut Self::Inputs, batch: &Batch) -> Result<(), DeviceError>;
+    /// Allocates a cache.
+    fn cache(&self, shape: CacheShape) -> Result<Self::Cache, DeviceError>;
+
+    /// Copies columns of rows to the host (probes and logits only, never inside a recorded step).
+    fn read(&self, buf: &Self::Buf, n: usize, cols: Range<usize>) -> Result<Vec<f32>, DeviceError>;
+    /// Copies values over columns of rows (probes only).
+    fn write(&self, buf: &mut Self::Buf, n: usize, cols: Range<usize>, values: &[f32]) -> Result<(), DeviceError>;
+    /// Copies indices to the host (probes only).
+    fn read_index(&self, index: &Self::Index, n: usize) -> Result<Vec<i32>, DeviceError>;
+    /// Overwrites indices (probes only).
+    fn write_index(&self, index: &mut Self::Index, n: usize, values: &[i32]) -> Result<(), DeviceError>;
+
+    /// Rows `first_row..` of a vocabulary-parallel embedding; ids of other ranks give zeros.
+    fn embed(
+        &self,
+        site: Site,
+        table: &Self::Weight,
+        first_row: usize,
+        inputs: &Self::Inputs,
+        n: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[:, out_cols.start..] = x[:, x_cols] W^T`, all parts of `w` side by side.
+    fn matmul(
+        &self,
+        site: Site,
+        w: &Self::Weight,
+        x: &Self::Buf,
+        x_cols: Range<usize>,
+        n: usize,
+        out: &mut Self::Buf,
+        out_start: usize,
+    ) -> Result<(), DeviceError>;
+    /// One matrix of a stack per head.
+    fn matmul_heads(
+        &self,
+        site: Site,
+        w: &Self::Weight,
+        x: &Self::Buf,
+        x_heads: Heads,
+        n: usize,
+        out: &mut Self::Buf,
+        out_heads: Heads,
+    ) -> Result<(), DeviceError>;
+    /// RMSNorm of columns: `out = w * x / sqrt(mean(x^2) + eps)`.
+    fn rms_norm(
+        &self,
+        site: Site,
+        x: &Self::Buf,
+        x_cols: Range<usize>,
+        w: &Self::Buf,
+        eps: f32,
+        n: usize,
+        out: &mut Self::Buf,
+        out_start: usize,
+    ) -> Result<(), DeviceError>;
+    /// LayerNorm with bias of columns, in place.
+    fn layer_norm(
+        &self,
+        site: Site,
+        x: &mut Self::Buf,
+        cols: Range<usize>,
+        w: &Self::Buf,
+        b: &Self::Buf,
+        eps: f32,
+        n: usize,
+    ) -> Result<(), DeviceError>;
+    /// Rotates adjacent pairs of every head by position, in place; `heads.width` is the rotated width.
+    fn rope(
+        &self,
+        site: Site,
+        x: &mut Self::Buf,
+        heads: Heads,
+        base: f64,
+        inputs: &Self::Inputs,
+        n: usize,
+    ) -> Result<(), DeviceError>;
+    /// Multiplies columns by `factor`, in place.
+    fn scale(
+        &self,
+        site: Site,
+        x: &mut Self::Buf,
+        cols: Range<usize>,
+        factor: f32,
+        n: usize,
+    ) -> Result<(), DeviceError>;
+    /// Copies columns.
+    fn copy(
+        &self,
+        site: Site,
+        x: &Self::Buf,
+        cols: Range<usize>,
+        n: usize,
+        out: &mut Self::Buf,
+        out_start: usize,
+    ) -> Result<(), DeviceError>;
+    /// The rows whose logits are wanted, in order.
+    fn take_rows(
+        &self,
+        site: Site,
+        x: &Self::Buf,
+        width: usize,
+        inputs: &Self::Inputs,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `x += y`, whole rows of `width`.
+    fn add(&self, site: Site, x: &mut Self::Buf, y: &Self::Buf, width: usize, n: usize) -> Result<(), DeviceError>;
+    /// Residual and the norm behind it: `residual += delta`, then `out = rms_norm(residual)`. The tap sees the sum.
+    fn add_norm(
+        &self,
+        site: Site,
+        residual: &mut Self::Buf,
+        delta: &Self::Buf,
+        w: &Self::Buf,
+        eps: f32,
+        width: usize,
+        n: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError> {
+        self.add(site, residual, delta, width, n)?;
+        self.rms_norm(site, residual, 0..width, w, eps, n, out, 0)
+    }
+    /// Writes columns of rows to each token's place in a layer of a cache.
+    fn append(
+        &self,
+        site: Site,
+        cache: &mut Self::Cache,
+        layer: usize,
+        x: &Self::Buf,
+        cols: Range<usize>,
+        inputs: &Self::Inputs,
+        n: usize,
+    ) -> Result<(), DeviceError>;
+    /// Indexer: scores of every visible key and the `top_k` best, ascending, -1 behind the last; ties go to the lowest
+    /// position. `scores`, when wanted, receives `[n][tap_width]`, -inf where masked.
+    fn index_top_k(
+        &self,
+        site: Site,
+        cache: &Self::Cache,
+        layer: usize,
+        q: &Self::Buf,
+        q_heads: Heads,
+        weights: &Self::Buf,
+        weight_cols: Range<usize>,
+        inputs: &Self::Inputs,
+        n: usize,
+        top_k: usize,
+        chosen: &mut Self::Index,
+        scores: Option<&mut Self::Buf>,
+    ) -> Result<(), DeviceError>;
+    /// Absorbed MLA over the cached `[latent | rope key]` rows: softmax over the chosen keys (all visible ones without a
+    /// choice) and the sum of their latents, per head.
+    fn attend(
+        &self,
+        site: Site,
+        cache: &Self::Cache,
+        layer: usize,
+        q_latent: &Self::Buf,
+        latent_heads: Heads,
+        q_rope: &Self::Buf,
+        rope_heads: Heads,
+        scale: f32,
+        chosen: Option<&Self::Index>,
+        inputs: &Self::Inputs,
+        n: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// Router: from logits to choice scores, chosen experts (best first, ties to the lowest) and their weights.
+    fn route(
+        &self,
+        site: Site,
+        config: &Config,
+        logits: &Self::Buf,
+        bias: &Self::Buf,
+        n: usize,
+        choice_scores: &mut Self::Buf,
+        ids: &mut Self::Index,
+    ) -> Result<(), DeviceError>;
+    /// The chosen experts' weights, from the logits and the ids.
+    fn expert_weights(
+        &self,
+        site: Site,
+        config: &Config,
+        logits: &Self::Buf,
+        ids: &Self::Index,
+        n: usize,
+        weights: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// `out[:, 0..width] = silu(x[:, 0..width]) * x[:, width..2 * width]`.
+    fn swiglu(
+        &self,
+        site: Site,
+        x: &Self::Buf,
+        width: usize,
+        n: usize,
+        out: &mut Self::Buf,
+        out_start: usize,
+    ) -> Result<(), DeviceError>;
+    /// The chosen experts' gate, up and SwiGLU: `hidden[t][slot * width..]` for each of `slots` slots.
+    fn experts_hidden(
+        &self,
+        site: Site,
+        gate_up: &Self::Weight,
+        x: &Self::Buf,
+        ids: &Self::Index,
+        slots: usize,
+        width: usize,
+        n: usize,
+        hidden: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+    /// The chosen experts' down projections, weighted and added in slot order.
+    fn experts_down(
+        &self,
+        site: Site,
+        down: &Self::Weight,
+        hidden: &Self::Buf,
+        ids: &Self::Index,
+        weights: &Self::Buf,
+        slots: usize,
+        width: usize,
+        n: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), DeviceError>;
+}

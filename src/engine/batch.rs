@@ -1,0 +1,24 @@
+//! One step's work as the host describes it: tokens of several sequences, each with its position, and where their keys
+//! lie in the paged cache.
+
+/// A token to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token {
+    /// Vocabulary id.
+    pub id: u32,
+    /// Position in its sequence, from 0; keys `0..=position` are visible.
+    pub position: u32,
+    /// Index into [`Batch::tables`].
+    pub sequence: u32,
+}
+
+/// A step's inputs. Tokens of one sequence stand in order of position and follow those already cached.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    /// Tokens, sequence by sequence.
+    pub tokens: Vec<Token>,
+    /// Block table of each sequence: its pages, in order of position.
+    pub tables: Vec<Vec<u32>>,
+    /// Rows of `tokens` whose logits are wanted, ascending.
+    pub logits: Vec<u32>,
+}

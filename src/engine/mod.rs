@@ -1,0 +1,236 @@
+//! The engine: ranks that run the same forward pass on their shards, and the host side that feeds them.
+//!
+//! A rank is a thread that owns its device state. The host sends a step to all of them and receives their logits and
+//! captures. The engine knows neither the reference nor the checks, and contains no fault code: faults enter through
+//! decorated sources, plans, devices and collectives.
+
+pub mod batch;
+pub mod generate;
+pub mod kv;
+mod rank;
+pub mod sampler;
+pub mod scheduler;
+mod step;
+mod weights;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use batch::Batch;
+use kv::{CacheFull, KvPool, PAGE};
+use rank::RankThread;
+pub use step::Room;
+
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::comm::{Collective, CommError, Solo, Threads};
+use crate::device::cpu::CpuDevice;
+use crate::device::{Device, DeviceError};
+use crate::model::{Config, Param};
+use crate::probe::{Captured, Probe};
+use crate::shard::{ShardError, ShardPlan, TpPlan};
+
+/// What every query attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// The keys that the indexer chooses, as the model was trained.
+    Dsa,
+    /// All keys: exact up to top-k tokens, beyond that a stated choice.
+    Dense,
+}
+
+impl Attention {
+    /// The word on the command line and in dumps.
+    pub fn name(self) -> &'static str {
+        match self {
+            Attention::Dsa => "dsa",
+            Attention::Dense => "dense",
+        }
+    }
+}
+
+/// A step or a load that failed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum EngineError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    #[error(transparent)]
+    Cache(#[from] CacheFull),
+    #[error("{what}: expected at most {most}, found {found}")]
+    Room { what: &'static str, most: usize, found: usize },
+    #[error("rank {rank} is gone: its thread ended")]
+    RankGone { rank: usize },
+    #[error("a thread for rank {rank} could not be started: {source}")]
+    Thread { rank: usize, source: std::io::Error },
+    #[error("{0}")]
+    Prompt(String),
+}
+
+/// How an engine is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// What queries attend to.
+    pub attention: Attention,
+    /// Longest step in tokens; longer prompts are prefilled in chunks.
+    pub chunk: usize,
+    /// Tokens that the cache has room for, over all sequences.
+    pub cache_tokens: usize,
+    /// Most sequences of one step.
+    pub sequences: usize,
+}
+
+impl Options {
+    /// Room for one sequence of the model's whole context, at most 4096 tokens, in one chunk.
+    pub fn for_one(config: &Config) -> Self {
+        let tokens = config.context.min(4096);
+        Options { attention: Attention::Dsa, chunk: tokens.min(512), cache_tokens: tokens, sequences: 1 }
+    }
+}
+
+/// How long a rank waits for the others before it names the absent one. The slowest legitimate step is a long prefill
+/// chunk of one rank that the others have already finished.
+const MEETING_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Logits and captures of one step.
+#[derive(Debug, Default)]
+pub struct StepOutput {
+    /// `[rows][vocab]`, for the rows that the batch asked for; empty if a listener stopped the step.
+    pub logits: Vec<f32>,
+    /// What each rank's listener captured.
+    pub captured: Vec<Vec<Captured>>,
+}
+
+/// A running model.
+pub struct Engine {
+    ranks: Vec<RankThread>,
+    config: Config,
+    options: Options,
+    pool: KvPool,
+}
+
+impl Engine {
+    /// Starts `tp` CPU ranks without decoration.
+    ///
+    /// # Errors
+    /// An illegal degree, and everything that loading refuses.
+    pub fn cpu(checkpoint: Arc<Checkpoint>, tp: usize, options: Options) -> Result<Self, EngineError> {
+        let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
+        let devices = (0..tp).map(CpuDevice::new).collect();
+        Self::start(checkpoint, plan, devices, cpu_collective(tp), options)
+    }
+
+    /// Starts one rank per device. All load at the same time; the first failure stops them all.
+    ///
+    /// # Errors
+    /// Everything that loading refuses.
+    pub fn start<D: Device>(
+        checkpoint: Arc<Checkpoint>,
+        plan: Arc<dyn ShardPlan>,
+        devices: Vec<D>,
+        comm: Arc<dyn Collective<D>>,
+        options: Options,
+    ) -> Result<Self, EngineError> {
+        let config = checkpoint.config().clone();
+        let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
+        let room = Room {
+            tokens: options.chunk,
+            sequences: options.sequences,
+            logits: options.chunk,
+            pages,
+            page: PAGE,
+        };
+        let mut ranks = Vec::with_capacity(devices.len());
+        for (rank, device) in devices.into_iter().enumerate() {
+            let (checkpoint, plan, comm) = (checkpoint.clone(), plan.clone(), comm.clone());
+            ranks.push(RankThread::spawn(rank, options.attention, room, device, checkpoint, plan, comm)?);
+        }
+        let mut loaded = Ok(());
+        for rank in &ranks {
+            loaded = loaded.and(rank.loaded());
+        }
+        loaded?;
+        Ok(Engine { ranks, config, options, pool: KvPool::new(pages) })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// How it was set up.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Number of ranks.
+    pub fn tp(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The cache's pages.
+    pub fn pool(&mut self) -> &mut KvPool {
+        &mut self.pool
+    }
+
+    /// Runs one step on every rank, with one listener per rank or none.
+    ///
+    /// # Errors
+    /// The first failure that is not another rank's echo.
+    pub fn step(&self, batch: Batch, probes: Vec<Box<dyn Probe>>) -> Result<StepOutput, EngineError> {
+        let batch = Arc::new(batch);
+        let mut probes = probes.into_iter();
+        for rank in &self.ranks {
+            rank.begin(batch.clone(), probes.next())?;
+        }
+        let mut outputs = Vec::with_capacity(self.ranks.len());
+        let mut failure: Option<EngineError> = None;
+        for rank in &self.ranks {
+            match rank.end() {
+                Ok(output) => outputs.push(output),
+                Err(e) => {
+                    let echo = |e: &EngineError| matches!(e, EngineError::Comm(CommError::Aborted { .. }));
+                    if failure.as_ref().is_none_or(echo) {
+                        failure = Some(e);
+                    }
+                }
+            }
+        }
+        match failure {
+            Some(e) => Err(e),
+            None => Ok(self.join(&batch, outputs)),
+        }
+    }
+
+    /// Joins the ranks' parts of the vocabulary and drops its padding.
+    fn join(&self, batch: &Batch, outputs: Vec<rank::RankOutput>) -> StepOutput {
+        let width = self.config.padded_vocab(self.tp()) / self.tp();
+        let mut out = StepOutput::default();
+        if outputs.iter().all(|o| !o.logits.is_empty()) {
+            for row in 0..batch.logits.len() {
+                let parts = outputs.iter().flat_map(|o| &o.logits[row * width..(row + 1) * width]);
+                out.logits.extend(parts.take(self.config.vocab));
+            }
+        }
+        out.captured = outputs.into_iter().map(|o| o.captured).collect();
+        out
+    }
+
+    /// The bytes that stand where `param` belongs on `rank`, read back from its device.
+    ///
+    /// # Errors
+    /// A parameter that the rank does not hold.
+    pub fn read_weight(&self, rank: usize, param: Param) -> Result<Vec<u8>, EngineError> {
+        self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_weight(param)
+    }
+}
+
+/// The collective that CPU ranks use.
+pub fn cpu_collective(tp: usize) -> Arc<dyn Collective<CpuDevice>> {
+    if tp == 1 { Arc::new(Solo) } else { Arc::new(Threads::new(tp, MEETING_TIMEOUT)) }
+}

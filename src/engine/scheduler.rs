@@ -1,0 +1,176 @@
+//! Which tokens run in the next step: every running sequence's next one, and prompts in chunks with what room is left.
+
+use std::collections::VecDeque;
+
+use super::batch::{Batch, Token};
+use super::kv::CacheFull;
+use super::sampler::{Sampler, Sampling};
+use super::{Engine, EngineError};
+
+/// A request to the scheduler.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Prompt ids; at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate.
+    pub most: usize,
+    /// Ids that end the sequence; the id itself is reported.
+    pub stop: Vec<u32>,
+    /// How to choose.
+    pub sampling: Sampling,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// A stop id came.
+    Stop,
+    /// The most tokens were generated, or the context is full.
+    Length,
+}
+
+/// Something that happened to a sequence in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// The sequence's number, as [`Scheduler::add`] returned it.
+    pub sequence: u64,
+    /// The new token.
+    pub token: u32,
+    /// Set with the last token.
+    pub finish: Option<Finish>,
+}
+
+struct Sequence {
+    number: u64,
+    ids: Vec<u32>,
+    prompt: usize,
+    /// Tokens whose keys are cached.
+    cached: usize,
+    table: Vec<u32>,
+    request: Request,
+    sampler: Sampler,
+}
+
+/// Continuous batching over one engine.
+#[derive(Default)]
+pub struct Scheduler {
+    waiting: VecDeque<Sequence>,
+    running: Vec<Sequence>,
+    next: u64,
+}
+
+impl Scheduler {
+    /// Queues a request; its number is in every event.
+    ///
+    /// # Errors
+    /// An empty prompt, or one that leaves no room in the context.
+    pub fn add(&mut self, engine: &Engine, request: Request) -> Result<u64, EngineError> {
+        let context = engine.config().context.min(engine.options().cache_tokens);
+        if request.prompt.is_empty() {
+            return Err(EngineError::Prompt("the prompt is empty".into()));
+        }
+        if request.prompt.len() >= context {
+            return Err(EngineError::Room { what: "prompt tokens", most: context - 1, found: request.prompt.len() });
+        }
+        let number = self.next;
+        self.next += 1;
+        self.waiting.push_back(Sequence {
+            number,
+            ids: request.prompt.clone(),
+            prompt: request.prompt.len(),
+            cached: 0,
+            table: Vec::new(),
+            sampler: Sampler::new(request.sampling),
+            request,
+        });
+        Ok(number)
+    }
+
+    /// True while there is work.
+    pub fn is_busy(&self) -> bool {
+        !(self.waiting.is_empty() && self.running.is_empty())
+    }
+
+    /// Ends a sequence and frees its pages; unknown numbers are ignored.
+    pub fn cancel(&mut self, engine: &mut Engine, number: u64) {
+        self.waiting.retain(|s| s.number != number);
+        if let Some(i) = self.running.iter().position(|s| s.number == number) {
+            engine.pool().release(&mut self.running[i].table);
+            self.running.remove(i);
+        }
+    }
+
+    /// Runs one step.
+    ///
+    /// # Errors
+    /// Failures of the engine; a cache that is too small for even one sequence.
+    pub fn step(&mut self, engine: &mut Engine) -> Result<Vec<Event>, EngineError> {
+        self.admit(engine)?;
+        let mut batch = Batch::default();
+        let mut ran = Vec::new();
+        let room = engine.options().chunk;
+        // Sequences that decode come first, so that a long prompt does not make them wait.
+        let mut order: Vec<usize> = (0..self.running.len()).collect();
+        order.sort_by_key(|i| self.running[*i].ids.len() - self.running[*i].cached > 1);
+        for i in order {
+            let s = &self.running[i];
+            let take = (s.ids.len() - s.cached).min(room - batch.tokens.len());
+            if take == 0 {
+                continue;
+            }
+            let sequence = batch.tables.len() as u32;
+            let tokens = s.ids[s.cached..s.cached + take].iter().enumerate();
+            batch.tokens.extend(tokens.map(|(j, id)| Token { id: *id, position: (s.cached + j) as u32, sequence }));
+            batch.tables.push(s.table.clone());
+            let whole = s.cached + take == s.ids.len();
+            if whole {
+                batch.logits.push(batch.tokens.len() as u32 - 1);
+            }
+            ran.push((i, take, whole));
+        }
+        if ran.is_empty() {
+            return Ok(Vec::new());
+        }
+        let output = engine.step(batch, Vec::new())?;
+        let (vocab, context) = (engine.config().vocab, engine.config().context.min(engine.options().cache_tokens));
+        let mut rows = output.logits.chunks_exact(vocab);
+        let mut events = Vec::new();
+        for (i, take, whole) in ran {
+            let s = &mut self.running[i];
+            s.cached += take;
+            if let Some(logits) = whole.then(|| rows.next()).flatten() {
+                let token = s.sampler.sample(logits);
+                s.ids.push(token);
+                let full = s.ids.len() - s.prompt >= s.request.most || s.ids.len() >= context;
+                let finish = if s.request.stop.contains(&token) {
+                    Some(Finish::Stop)
+                } else {
+                    full.then_some(Finish::Length)
+                };
+                events.push(Event { sequence: s.number, token, finish });
+            }
+        }
+        for event in events.iter().filter(|e| e.finish.is_some()) {
+            self.cancel(engine, event.sequence);
+        }
+        Ok(events)
+    }
+
+    /// Moves waiting sequences in while there are pages for all they may need, so that a running one never starves.
+    fn admit(&mut self, engine: &mut Engine) -> Result<(), EngineError> {
+        let (context, most) = (engine.config().context.min(engine.options().cache_tokens), engine.options().sequences);
+        while let Some(s) = self.waiting.front_mut() {
+            if self.running.len() >= most {
+                break;
+            }
+            let tokens = (s.prompt + s.request.most).min(context);
+            let reserved: Result<(), CacheFull> = engine.pool().reserve(&mut s.table, tokens);
+            match reserved {
+                Ok(()) => self.running.extend(self.waiting.pop_front()),
+                Err(_) if !self.running.is_empty() => break, // pages come free when one ends
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,571 @@
+//! The forward pass, written once over [`Device`], in the order of the paper: embed, then per layer attention and
+//! feed-forward, then the head. Read it beside `reference/src/model.rs`.
+//!
+//! Ranks meet three times: behind the embedding, the output projection and the feed-forward. Everything between runs on
+//! the rank's own shards.
+
+use std::ops::Range;
+
+use super::batch::Batch;
+use super::weights::{Ffn, Layer, VectorId, Weights};
+use super::{Attention, EngineError};
+use crate::comm::Collective;
+use crate::device::{CacheShape, Device, Heads, Site};
+use crate::model::{Config, Param};
+use crate::probe::{Data, Point, Probe, Then, Visit};
+use crate::shard::ShardPlan;
+
+/// How much a rank can hold at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    /// Tokens of one step.
+    pub tokens: usize,
+    /// Sequences of one step.
+    pub sequences: usize,
+    /// Rows of logits of one step.
+    pub logits: usize,
+    /// Cache pages.
+    pub pages: usize,
+    /// Tokens per page.
+    pub page: usize,
+}
+
+/// Where a rank's ends of a fused projection lie, in columns of its buffer.
+struct Columns {
+    q_a: Range<usize>,
+    kv_a: Range<usize>,
+    index_k: Range<usize>,
+    index_weights: Range<usize>,
+}
+
+/// One rank's state: its device, weights, cache and every buffer of a step.
+pub struct Forward<D: Device> {
+    config: Config,
+    tp: usize,
+    rank: usize,
+    attention: Attention,
+    room: Room,
+    columns: Columns,
+    device: D,
+    weights: Weights<D>,
+    inputs: D::Inputs,
+    latent_cache: D::Cache,
+    index_cache: D::Cache,
+    work: Work<D>,
+}
+
+/// Every buffer of a step; they hold nothing between steps.
+struct Work<D: Device> {
+    residual: D::Buf,
+    norm: D::Buf,
+    qkv_a: D::Buf,
+    q_a_norm: D::Buf,
+    kv: D::Buf,
+    q_b: D::Buf,
+    q_latent: D::Buf,
+    latent: D::Buf,
+    context: D::Buf,
+    chosen: D::Index,
+    delta: D::Buf,
+    router_logits: D::Buf,
+    choice_scores: D::Buf,
+    expert_ids: D::Index,
+    expert_weights: D::Buf,
+    gate_up: D::Buf,
+    hidden: D::Buf,
+    routed: D::Buf,
+    shared: D::Buf,
+    last: D::Buf,
+    logits: D::Buf,
+}
+
+/// How a step ended.
+pub enum Ended {
+    /// With this rank's logits, `[rows][padded_vocab / tp]`; padding is -inf.
+    Logits(Vec<f32>),
+    /// At a probe point, because the listener said so.
+    Stopped,
+}
+
+/// Leaves a step at the point where a listener said so.
+enum Halt {
+    Stopped,
+    Failed(EngineError),
+}
+
+impl<E: Into<EngineError>> From<E> for Halt {
+    fn from(e: E) -> Self {
+        Halt::Failed(e.into())
+    }
+}
+
+impl<D: Device> Forward<D> {
+    /// Allocates everything a rank needs for steps within `room`.
+    ///
+    /// # Errors
+    /// A device without enough memory.
+    pub fn new(
+        config: &Config,
+        plan: &dyn ShardPlan,
+        rank: usize,
+        attention: Attention,
+        room: Room,
+        device: D,
+        weights: Weights<D>,
+    ) -> Result<Self, EngineError> {
+        let (c, tp, rows) = (config, plan.tp(), room.tokens);
+        let heads = c.heads / tp;
+        let q_a = 0..c.q_lora;
+        let kv_a = q_a.end..q_a.end + c.cache_width();
+        let index_k = kv_a.end..kv_a.end + c.index_dim;
+        let index_weights = index_k.end..index_k.end + c.index_heads;
+        let moe_ffn = c.expert_ffn / tp;
+        let slots = c.experts_used + usize::from(c.shared_experts > 0);
+        let (dense_ffn, shared_ffn) = (c.ffn / tp, c.shared_ffn() / tp);
+        let cache = |width| CacheShape { layers: c.layers, page: room.page, pages: room.pages, width };
+        let mut logits = device.buf(room.logits, c.padded_vocab(tp) / tp)?;
+        let width = c.padded_vocab(tp) / tp;
+        // Rows behind the real vocabulary are never written, so they keep losing.
+        device.write(&mut logits, room.logits, 0..width, &vec![f32::NEG_INFINITY; room.logits * width])?;
+        let work = Work {
+            residual: device.buf(rows, c.hidden)?,
+            norm: device.buf(rows, c.hidden)?,
+            qkv_a: device.buf(rows, index_weights.end)?,
+            q_a_norm: device.buf(rows, c.q_lora)?,
+            kv: device.buf(rows, c.cache_width())?,
+            q_b: device.buf(rows, heads * c.qk_head() + c.index_heads * c.index_dim)?,
+            q_latent: device.buf(rows, heads * c.kv_lora)?,
+            latent: device.buf(rows, heads * c.kv_lora)?,
+            context: device.buf(rows, heads * c.v_head)?,
+            chosen: device.index(rows, c.top_k)?,
+            delta: device.buf(rows, c.hidden)?,
+            router_logits: device.buf(rows, c.experts)?,
+            choice_scores: device.buf(rows, c.experts)?,
+            expert_ids: device.index(rows, c.experts_used)?,
+            expert_weights: device.buf(rows, c.experts_used)?,
+            gate_up: device.buf(rows, 2 * dense_ffn.max(shared_ffn))?,
+            hidden: device.buf(rows, dense_ffn.max(slots * moe_ffn).max(c.experts_used * moe_ffn + shared_ffn))?,
+            routed: device.buf(rows, c.hidden)?,
+            shared: device.buf(rows, c.hidden)?,
+            last: device.buf(room.logits, c.hidden)?,
+            logits,
+        };
+        Ok(Forward {
+            inputs: device.inputs(room.tokens, room.sequences, room.pages)?,
+            latent_cache: device.cache(cache(c.cache_width()))?,
+            index_cache: device.cache(cache(c.index_dim))?,
+            columns: Columns { q_a, kv_a, index_k, index_weights },
+            config: config.clone(),
+            tp,
+            rank,
+            attention,
+            room,
+            device,
+            weights,
+            work,
+        })
+    }
+
+    /// Runs a batch through all layers.
+    ///
+    /// # Errors
+    /// A batch beyond the room, and failures of the device or of a collective.
+    pub fn run(
+        &mut self,
+        comm: &dyn Collective<D>,
+        batch: &Batch,
+        probe: Option<&mut (dyn Probe + 'static)>,
+    ) -> Result<Ended, EngineError> {
+        self.check(batch)?;
+        self.device.set_inputs(&mut self.inputs, batch)?;
+        match self.forward(comm, batch, &mut Listener(probe)) {
+            Ok(logits) => Ok(Ended::Logits(logits)),
+            Err(Halt::Stopped) => Ok(Ended::Stopped),
+            Err(Halt::Failed(e)) => Err(e),
+        }
+    }
+
+    /// The bytes that stand where `param` belongs, read back from the device.
+    ///
+    /// # Errors
+    /// A parameter that the rank does not hold.
+    pub fn read_weight(&self, param: Param) -> Result<Vec<u8>, EngineError> {
+        self.weights.read(&self.device, param, param.kind.shape(&self.config)[0])
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), EngineError> {
+        let bad = |what, most: usize, found: usize| Err(EngineError::Room { what, most, found });
+        let (room, c) = (&self.room, &self.config);
+        if batch.tokens.is_empty() || batch.tokens.len() > room.tokens {
+            return bad("tokens in a step (at least one)", room.tokens, batch.tokens.len());
+        }
+        if batch.tables.len() > room.sequences {
+            return bad("sequences in a step", room.sequences, batch.tables.len());
+        }
+        if batch.logits.len() > room.logits {
+            return bad("rows of logits", room.logits, batch.logits.len());
+        }
+        if let Some(token) = batch.tokens.iter().find(|t| t.id as usize >= c.vocab) {
+            return bad("token id", c.vocab - 1, token.id as usize);
+        }
+        if let Some(token) = batch.tokens.iter().find(|t| t.sequence as usize >= batch.tables.len()) {
+            return bad("sequence of a token", batch.tables.len(), token.sequence as usize);
+        }
+        if let Some(row) = batch.logits.iter().find(|r| **r as usize >= batch.tokens.len()) {
+            return bad("row of logits", batch.tokens.len() - 1, *row as usize);
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self, comm: &dyn Collective<D>, batch: &Batch, probe: &mut Listener<'_>) -> Result<Vec<f32>, Halt> {
+        let (n, hidden) = (batch.tokens.len(), self.config.hidden);
+        let site = Site { layer: None, op: Point::Embed.name() };
+        let (table, first_row) = self.weights.embedding;
+        self.device.embed(site, self.weights.weight(table), first_row, &self.inputs, n, &mut self.work.residual)?;
+        comm.all_reduce(self.rank, site, &self.device, &mut self.work.residual, n, hidden)?;
+        probe.values(self, Point::Embed, None, n, |w| (&mut w.residual, 0))?;
+
+        for layer in 0..self.config.layers {
+            probe.values(self, Point::Input, Some(layer), n, |w| (&mut w.residual, 0))?;
+            if layer == 0 {
+                let site = Site { layer: Some(0), op: Point::AttnNorm.name() };
+                let norm = self.weights.layers[0].attn_norm;
+                self.norm_residual(site, norm, n)?;
+            }
+            probe.values(self, Point::AttnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
+            self.attention(comm, layer, batch, n, probe)?;
+            let norm = self.weights.layers[layer].ffn_norm;
+            self.add_norm(Some(layer), norm, Point::Residual, Point::FfnNorm, n, probe)?;
+            probe.values(self, Point::FfnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
+            self.feed_forward(comm, layer, n, probe)?;
+            // The norm behind a layer is the next layer's first, or the final one.
+            match self.weights.layers.get(layer + 1).map(|l| l.attn_norm) {
+                Some(next) => self.add_norm(Some(layer), next, Point::Output, Point::AttnNorm, n, probe)?,
+                None => {
+                    let norm = self.weights.final_norm;
+                    self.add_norm(Some(layer), norm, Point::Output, Point::FinalNorm, n, probe)?;
+                }
+            }
+        }
+        probe.values(self, Point::FinalNorm, None, n, |w| (&mut w.norm, 0))?;
+        self.head(batch, probe)
+    }
+
+    fn norm_residual(&mut self, site: Site, norm: VectorId, n: usize) -> Result<(), EngineError> {
+        let (c, w) = (&self.config, self.weights.vector(norm));
+        Ok(self.device.rms_norm(site, &self.work.residual, 0..c.hidden, w, c.rms_eps, n, &mut self.work.norm, 0)?)
+    }
+
+    /// `residual += delta` and the norm behind it: one fused operation, or two with the sum shown in between.
+    fn add_norm(
+        &mut self,
+        layer: Option<usize>,
+        norm: VectorId,
+        sum: Point,
+        normed: Point,
+        n: usize,
+        probe: &mut Listener<'_>,
+    ) -> Result<(), Halt> {
+        let hidden = self.config.hidden;
+        if probe.wants(sum, layer) {
+            let site = Site { layer, op: sum.name() };
+            self.device.add(site, &mut self.work.residual, &self.work.delta, hidden, n)?;
+            probe.values(self, sum, layer, n, |w| (&mut w.residual, 0))?;
+            self.norm_residual(Site { layer, op: normed.name() }, norm, n)?;
+        } else {
+            let (site, w, eps) = (Site { layer, op: normed.name() }, self.weights.vector(norm), self.config.rms_eps);
+            let (x, y) = (&mut self.work.residual, &mut self.work.norm);
+            self.device.add_norm(site, x, &self.work.delta, w, eps, hidden, n, y)?;
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        comm: &dyn Collective<D>,
+        layer: usize,
+        batch: &Batch,
+        n: usize,
+        probe: &mut Listener<'_>,
+    ) -> Result<(), Halt> {
+        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
+        let here = Some(layer);
+        let (hidden, q_lora, kv_lora, rope, nope) =
+            (self.config.hidden, self.config.q_lora, self.config.kv_lora, self.config.rope, self.config.nope);
+        let (base, latent_eps, qk) = (self.config.rope_base, self.config.latent_eps, self.config.qk_head());
+        let heads = self.config.heads / self.tp;
+        let Layer { qkv_a, q_a_norm, kv_a_norm, q_b, k_b, v_b, o, .. } = self.weights.layers[layer];
+        let (q_a_cols, kv_a_cols) = (self.columns.q_a.clone(), self.columns.kv_a.clone());
+        let w = self.weights.weight(qkv_a);
+        self.device.matmul(at(Point::QA), w, &self.work.norm, 0..hidden, n, &mut self.work.qkv_a, 0)?;
+        probe.values(self, Point::QA, here, n, |w| (&mut w.qkv_a, 0))?;
+        probe.values(self, Point::KvA, here, n, |w| (&mut w.qkv_a, kv_a_cols.start))?;
+
+        // Queries: latent, norm, heads of [nope | rope].
+        let w = self.weights.vector(q_a_norm);
+        self.device.rms_norm(
+            at(Point::QANorm), &self.work.qkv_a, q_a_cols, w, latent_eps, n, &mut self.work.q_a_norm, 0,
+        )?;
+        probe.values(self, Point::QANorm, here, n, |w| (&mut w.q_a_norm, 0))?;
+        let w = self.weights.weight(q_b);
+        self.device.matmul(at(Point::QRaw), w, &self.work.q_a_norm, 0..q_lora, n, &mut self.work.q_b, 0)?;
+        probe.values(self, Point::QRaw, here, n, |w| (&mut w.q_b, 0))?;
+        let rope_heads = Heads { start: nope, stride: qk, width: rope, count: heads };
+        self.device.rope(at(Point::Q), &mut self.work.q_b, rope_heads, base, &self.inputs, n)?;
+        probe.values(self, Point::Q, here, n, |w| (&mut w.q_b, 0))?;
+
+        // The cached row: normed latent, rotated key.
+        let w = self.weights.vector(kv_a_norm);
+        let (latent, key) = (kv_a_cols.start..kv_a_cols.start + kv_lora, kv_a_cols.start + kv_lora..kv_a_cols.end);
+        self.device.rms_norm(at(Point::KvLatent), &self.work.qkv_a, latent, w, latent_eps, n, &mut self.work.kv, 0)?;
+        probe.values(self, Point::KvLatent, here, n, |w| (&mut w.kv, 0))?;
+        self.device.copy(at(Point::KRope), &self.work.qkv_a, key, n, &mut self.work.kv, kv_lora)?;
+        let one = Heads { start: kv_lora, stride: rope, width: rope, count: 1 };
+        self.device.rope(at(Point::KRope), &mut self.work.kv, one, base, &self.inputs, n)?;
+        probe.values(self, Point::KRope, here, n, |w| (&mut w.kv, kv_lora))?;
+        let width = kv_lora + rope;
+        self.device.append(at(Point::KRope), &mut self.latent_cache, layer, &self.work.kv, 0..width, &self.inputs, n)?;
+
+        // Absorbed queries.
+        let w = self.weights.weight(k_b);
+        let nope_heads = Heads { start: 0, stride: qk, width: nope, count: heads };
+        let latent_heads = Heads { start: 0, stride: kv_lora, width: kv_lora, count: heads };
+        let site = at(Point::QAbsorbed);
+        self.device.matmul_heads(site, w, &self.work.q_b, nope_heads, n, &mut self.work.q_latent, latent_heads)?;
+        probe.values(self, Point::QAbsorbed, here, n, |w| (&mut w.q_latent, 0))?;
+
+        let sparse = self.attention == Attention::Dsa;
+        if sparse && self.config.is_full(layer) {
+            self.indexer(layer, batch, n, heads * qk, probe)?;
+        }
+        let chosen = sparse.then_some(&self.work.chosen);
+        let scale = self.config.softmax_scale();
+        self.device.attend(
+            at(Point::Latent), &self.latent_cache, layer, &self.work.q_latent, latent_heads, &self.work.q_b, rope_heads, scale,
+            chosen, &self.inputs, n, &mut self.work.latent,
+        )?;
+        probe.values(self, Point::Latent, here, n, |w| (&mut w.latent, 0))?;
+        let w = self.weights.weight(v_b);
+        let v_head = self.config.v_head;
+        let value_heads = Heads { start: 0, stride: v_head, width: v_head, count: heads };
+        let site = at(Point::Context);
+        self.device.matmul_heads(site, w, &self.work.latent, latent_heads, n, &mut self.work.context, value_heads)?;
+        probe.values(self, Point::Context, here, n, |w| (&mut w.context, 0))?;
+        let w = self.weights.weight(o);
+        let site = at(Point::AttnOut);
+        self.device.matmul(site, w, &self.work.context, 0..heads * v_head, n, &mut self.work.delta, 0)?;
+        comm.all_reduce(self.rank, site, &self.device, &mut self.work.delta, n, hidden)?;
+        probe.values(self, Point::AttnOut, here, n, |w| (&mut w.delta, 0))
+    }
+
+    /// A full layer's indexer: keys appended, every query's top-k chosen. Shared layers reuse what it leaves.
+    fn indexer(
+        &mut self,
+        layer: usize,
+        batch: &Batch,
+        n: usize,
+        q_start: usize,
+        probe: &mut Listener<'_>,
+    ) -> Result<(), Halt> {
+        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
+        let here = Some(layer);
+        let c = &self.config;
+        let (dim, count, rope, base, eps, top_k) =
+            (c.index_dim, c.index_heads, c.rope, c.rope_base, c.index_eps, c.top_k);
+        let (key, weight_cols) = (self.columns.index_k.clone(), self.columns.index_weights.clone());
+        let q_heads = Heads { start: q_start, stride: dim, width: dim, count };
+        let rotated = Heads { width: rope, ..q_heads };
+        self.device.rope(at(Point::IndexQ), &mut self.work.q_b, rotated, base, &self.inputs, n)?;
+        probe.values(self, Point::IndexQ, here, n, |w| (&mut w.q_b, q_start))?;
+        if let Some((w, b)) = self.weights.layers[layer].index_norm {
+            let (w, b) = (self.weights.vector(w), self.weights.vector(b));
+            self.device.layer_norm(at(Point::IndexK), &mut self.work.qkv_a, key.clone(), w, b, eps, n)?;
+        }
+        let one = Heads { start: key.start, stride: dim, width: rope, count: 1 };
+        self.device.rope(at(Point::IndexK), &mut self.work.qkv_a, one, base, &self.inputs, n)?;
+        probe.values(self, Point::IndexK, here, n, |w| (&mut w.qkv_a, key.start))?;
+        self.device.append(at(Point::IndexK), &mut self.index_cache, layer, &self.work.qkv_a, key, &self.inputs, n)?;
+        let factor = self.config.index_scale();
+        self.device.scale(at(Point::IndexWeights), &mut self.work.qkv_a, weight_cols.clone(), factor, n)?;
+        probe.values(self, Point::IndexWeights, here, n, |w| (&mut w.qkv_a, weight_cols.start))?;
+
+        let longest = batch.tokens.iter().map(|t| t.position as usize + 1).max().unwrap_or(0);
+        let mut scores = match probe.wants(Point::IndexScores, here) {
+            true => Some(self.device.buf(n, longest)?),
+            false => None,
+        };
+        self.device.index_top_k(
+            at(Point::IndexTopk), &self.index_cache, layer, &self.work.q_b, q_heads, &self.work.qkv_a, weight_cols, &self.inputs,
+            n, top_k, &mut self.work.chosen, scores.as_mut(),
+        )?;
+        if let Some(buf) = &mut scores {
+            let mut values = self.device.read(buf, n, 0..longest)?;
+            probe.show(Point::IndexScores, here, n, &[longest], Data::Values(&mut values))?;
+        }
+        probe.indices(self, Point::IndexTopk, here, n, |w| &mut w.chosen)
+    }
+
+    fn feed_forward(
+        &mut self,
+        comm: &dyn Collective<D>,
+        layer: usize,
+        n: usize,
+        probe: &mut Listener<'_>,
+    ) -> Result<(), Halt> {
+        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
+        let here = Some(layer);
+        let hidden = self.config.hidden;
+        match self.weights.layers[layer].ffn {
+            Ffn::Dense { gate_up, down } => {
+                let width = self.config.ffn / self.tp;
+                let w = self.weights.weight(gate_up);
+                self.device.matmul(at(Point::Hidden), w, &self.work.norm, 0..hidden, n, &mut self.work.gate_up, 0)?;
+                self.device.swiglu(at(Point::Hidden), &self.work.gate_up, width, n, &mut self.work.hidden, 0)?;
+                probe.values(self, Point::Hidden, here, n, |w| (&mut w.hidden, 0))?;
+                let w = self.weights.weight(down);
+                self.device.matmul(at(Point::FfnOut), w, &self.work.hidden, 0..width, n, &mut self.work.delta, 0)?;
+            }
+            Ffn::Moe { router, bias, gate_up, down, shared } => {
+                self.route(layer, router, bias, n, probe)?;
+                let (slots, width) = (self.config.experts_used, self.config.expert_ffn / self.tp);
+                let w = self.weights.weight(gate_up);
+                let (x, ids) = (&self.work.norm, &self.work.expert_ids);
+                self.device.experts_hidden(at(Point::Hidden), w, x, ids, slots, width, n, &mut self.work.hidden)?;
+                let shared_width = self.config.shared_ffn() / self.tp;
+                if let Some((gate_up, _)) = shared {
+                    let w = self.weights.weight(gate_up);
+                    self.device.matmul(at(Point::Hidden), w, &self.work.norm, 0..hidden, n, &mut self.work.gate_up, 0)?;
+                    let (x, out) = (&self.work.gate_up, &mut self.work.hidden);
+                    self.device.swiglu(at(Point::Hidden), x, shared_width, n, out, slots * width)?;
+                }
+                probe.values(self, Point::Hidden, here, n, |w| (&mut w.hidden, 0))?;
+                let w = self.weights.weight(down);
+                self.device.experts_down(
+                    at(Point::Routed), w, &self.work.hidden, &self.work.expert_ids, &self.work.expert_weights, slots, width, n,
+                    &mut self.work.routed,
+                )?;
+                probe.values(self, Point::Routed, here, n, |w| (&mut w.routed, 0))?;
+                self.device.copy(at(Point::FfnOut), &self.work.routed, 0..hidden, n, &mut self.work.delta, 0)?;
+                if let Some((_, down)) = shared {
+                    let w = self.weights.weight(down);
+                    let cols = slots * width..slots * width + shared_width;
+                    self.device.matmul(at(Point::Shared), w, &self.work.hidden, cols, n, &mut self.work.shared, 0)?;
+                    probe.values(self, Point::Shared, here, n, |w| (&mut w.shared, 0))?;
+                    // Routed and shared are reduced together: one meeting instead of two.
+                    self.device.add(at(Point::FfnOut), &mut self.work.delta, &self.work.shared, hidden, n)?;
+                }
+            }
+        }
+        comm.all_reduce(self.rank, at(Point::FfnOut), &self.device, &mut self.work.delta, n, hidden)?;
+        probe.values(self, Point::FfnOut, here, n, |w| (&mut w.delta, 0))
+    }
+
+    fn route(
+        &mut self,
+        layer: usize,
+        router: super::weights::WeightId,
+        bias: VectorId,
+        n: usize,
+        probe: &mut Listener<'_>,
+    ) -> Result<(), Halt> {
+        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
+        let here = Some(layer);
+        let hidden = self.config.hidden;
+        let w = self.weights.weight(router);
+        self.device.matmul(at(Point::RouterLogits), w, &self.work.norm, 0..hidden, n, &mut self.work.router_logits, 0)?;
+        probe.values(self, Point::RouterLogits, here, n, |w| (&mut w.router_logits, 0))?;
+        let (c, b) = (&self.config, self.weights.vector(bias));
+        let (scores, ids) = (&mut self.work.choice_scores, &mut self.work.expert_ids);
+        self.device.route(at(Point::ExpertIds), c, &self.work.router_logits, b, n, scores, ids)?;
+        probe.values(self, Point::ChoiceScores, here, n, |w| (&mut w.choice_scores, 0))?;
+        probe.indices(self, Point::ExpertIds, here, n, |w| &mut w.expert_ids)?;
+        let (site, ids, out) = (at(Point::ExpertWeights), &self.work.expert_ids, &mut self.work.expert_weights);
+        self.device.expert_weights(site, &self.config, &self.work.router_logits, ids, n, out)?;
+        probe.values(self, Point::ExpertWeights, here, n, |w| (&mut w.expert_weights, 0))
+    }
+
+    /// This rank's part of the vocabulary, for the rows that are wanted.
+    fn head(&mut self, batch: &Batch, probe: &mut Listener<'_>) -> Result<Vec<f32>, Halt> {
+        let rows = batch.logits.len();
+        if rows == 0 {
+            return Ok(Vec::new());
+        }
+        let site = Site { layer: None, op: Point::Logits.name() };
+        let (w, hidden) = (self.weights.weight(self.weights.head.0), self.config.hidden);
+        self.device.take_rows(site, &self.work.norm, hidden, &self.inputs, &mut self.work.last)?;
+        if self.weights.head.1 > 0 {
+            self.device.matmul(site, w, &self.work.last, 0..hidden, rows, &mut self.work.logits, 0)?;
+        }
+        probe.values(self, Point::Logits, None, rows, |w| (&mut w.logits, 0))?;
+        let width = self.config.padded_vocab(self.tp) / self.tp;
+        Ok(self.device.read(&self.work.logits, rows, 0..width)?)
+    }
+}
+
+/// A listener, if there is one.
+struct Listener<'a>(Option<&'a mut (dyn Probe + 'static)>);
+
+impl Listener<'_> {
+    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
+        self.0.as_ref().is_some_and(|p| p.wants(point, layer))
+    }
+
+    fn show(
+        &mut self,
+        point: Point,
+        layer: Option<usize>,
+        rows: usize,
+        shape: &[usize],
+        values: Data<'_>,
+    ) -> Result<bool, Halt> {
+        let Some(probe) = &mut self.0 else { return Ok(false) };
+        match probe.visit(Visit { point, layer, rows, shape, values }) {
+            Then::Continue => Ok(false),
+            Then::Replaced => Ok(true),
+            Then::Stop => Err(Halt::Stopped),
+        }
+    }
+
+    /// Shows columns of a buffer and writes them back if they were replaced.
+    fn values<D: Device>(
+        &mut self,
+        forward: &mut Forward<D>,
+        point: Point,
+        layer: Option<usize>,
+        rows: usize,
+        of: impl Fn(&mut Work<D>) -> (&mut D::Buf, usize),
+    ) -> Result<(), Halt> {
+        if !self.wants(point, layer) {
+            return Ok(());
+        }
+        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
+        let width: usize = shape.iter().product();
+        let (buf, start) = of(&mut forward.work);
+        let mut values = forward.device.read(buf, rows, start..start + width)?;
+        if self.show(point, layer, rows, &shape, Data::Values(&mut values))? {
+            forward.device.write(buf, rows, start..start + width, &values)?;
+        }
+        Ok(())
+    }
+
+    /// Shows indices and writes them back if they were replaced.
+    fn indices<D: Device>(
+        &mut self,
+        forward: &mut Forward<D>,
+        point: Point,
+        layer: Option<usize>,
+        rows: usize,
+        of: impl Fn(&mut Work<D>) -> &mut D::Index,
+    ) -> Result<(), Halt> {
+        if !self.wants(point, layer) {
+            return Ok(());
+        }
+        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
+        let index = of(&mut forward.work);
+        let mut values = forward.device.read_index(index, rows)?;
+        if self.show(point, layer, rows, &shape, Data::Indices(&mut values))? {
+            forward.device.write_index(index, rows, &values)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,15 @@
+//! Verifies a GGUF mixture-of-experts model against a reference, layer by layer, on any number of ranks, names the
+//! fault it finds, and runs the model with the same engine.
+
+pub mod checkpoint;
+pub mod cli;
+pub mod comm;
+pub mod device;
+pub mod engine;
+pub mod gguf;
+pub mod model;
+pub mod probe;
+pub mod quant;
+pub mod report;
+pub mod shard;
+pub mod tokenize;

@@ -1,0 +1,385 @@
+//! The `glm-dsa` architecture (GLM-5 family): keys, defaults and the rules that tie them together.
+
+use super::config::{Config, ConfigError, Fact, Gating, Indexer, Metadata};
+use crate::gguf::Value;
+
+/// eps of the indexer's LayerNorm; no file states it, transformers fixes it.
+const INDEX_EPS: f64 = 1e-6;
+/// eps that transformers gives the q_a and kv_a norms, whatever config.json says.
+const HF_LATENT_EPS: f64 = 1e-6;
+/// Files without indexer types: below this context every layer is full, from it on the GLM-5.2 pattern holds.
+const CONTEXT_OF_SHARED_INDEXERS: u64 = 1_048_576;
+/// Bounds that no known model comes near; larger numbers are damage, and lists of layers, heads and experts are sized by
+/// them.
+const MOST: u64 = 1 << 31;
+const MOST_BLOCKS: u64 = 1 << 10;
+const MOST_HEADS: u64 = 1 << 14;
+const MOST_EXPERTS: u64 = 1 << 14;
+
+/// Reads values by key and remembers where each came from.
+struct Reader<'a> {
+    meta: &'a dyn Metadata,
+    prefix: &'static str,
+    facts: Vec<Fact>,
+}
+
+impl Reader<'_> {
+    fn bad(&self, key: &str, expected: &str, found: Option<&Value>) -> ConfigError {
+        ConfigError::Key {
+            key: key.into(),
+            expected: expected.into(),
+            found: found.map_or("no such key".into(), |v| format!("{v} ({})", v.type_name())),
+        }
+    }
+
+    fn note(&mut self, name: &'static str, value: impl ToString, source: impl Into<String>) {
+        self.facts.push(Fact { name, value: value.to_string(), source: source.into() });
+    }
+
+    fn optional(&mut self, name: &'static str, key: &str, least: u64) -> Result<Option<usize>, ConfigError> {
+        let key = format!("{}{key}", self.prefix);
+        let Some(v) = self.meta.get(&key) else { return Ok(None) };
+        // Per-layer keys may be written as arrays; all layers of this architecture are alike.
+        let n = match v {
+            Value::Array(a) => a.get(0).and_then(|first| {
+                let same = (1..a.len()).all(|i| a.get(i).as_ref() == Some(&first));
+                same.then(|| first.as_u64()).flatten()
+            }),
+            v => v.as_u64(),
+        };
+        let most = most(name);
+        match n {
+            Some(n) if (least..most).contains(&n) => {
+                self.note(name, n, key);
+                Ok(Some(n as usize))
+            }
+            _ => Err(self.bad(&key, &format!("an integer from {least} and below {most}"), Some(v))),
+        }
+    }
+
+    fn uint(&mut self, name: &'static str, key: &str, least: u64) -> Result<usize, ConfigError> {
+        let value = self.optional(name, key, least)?;
+        value.ok_or_else(|| {
+            let expected = format!("an integer from {least} and below {}", most(name));
+            self.bad(&format!("{}{key}", self.prefix), &expected, None)
+        })
+    }
+
+    fn float(&mut self, name: &'static str, key: &str) -> Result<f64, ConfigError> {
+        let key = format!("{}{key}", self.prefix);
+        let found = self.meta.get(&key);
+        match found.and_then(|v| v.as_f64().or(v.as_u64().map(|n| n as f64)).map(|x| (v, x))) {
+            // Engines hold it as f32: what vanishes or overflows there is damage, too.
+            Some((v, x)) if (x as f32).is_finite() && x as f32 > 0.0 => {
+                self.note(name, v, key); // the file's own digits, not those of the wider type
+                Ok(x)
+            }
+            _ => Err(self.bad(&key, "a positive number in the range of f32", found)),
+        }
+    }
+
+    /// An optional truth value of any key; a value of another type is damage, not absence.
+    fn flag(&mut self, name: &'static str, key: &str, default: bool) -> Result<bool, ConfigError> {
+        let value = match self.meta.get(key) {
+            None => default,
+            Some(v) => v.as_bool().ok_or_else(|| self.bad(key, "a bool", Some(v)))?,
+        };
+        self.note(name, value, key);
+        Ok(value)
+    }
+
+    /// An optional text of any key, which must be one of `allowed`; absent, it is the first of them.
+    fn choice(&self, key: &str, allowed: &[&'static str]) -> Result<&'static str, ConfigError> {
+        let expected = || allowed.join(" or ");
+        match self.meta.get(key) {
+            None => Ok(allowed[0]),
+            Some(v) => {
+                let found = allowed.iter().find(|a| v.as_str() == Some(**a));
+                found.copied().ok_or_else(|| self.bad(key, &expected(), Some(v)))
+            }
+        }
+    }
+
+    fn name(&self, key: &str) -> String {
+        self.meta.get(key).and_then(Value::as_str).unwrap_or("unnamed").to_string()
+    }
+}
+
+fn most(name: &str) -> u64 {
+    match name {
+        "blocks" | "trunk layers" | "MTP blocks" => MOST_BLOCKS,
+        "heads" | "indexer heads" => MOST_HEADS,
+        "experts" => MOST_EXPERTS,
+        _ => MOST,
+    }
+}
+
+fn inconsistent(what: &str, expected: impl ToString, found: impl ToString) -> ConfigError {
+    ConfigError::Inconsistent { what: what.into(), expected: expected.to_string(), found: found.to_string() }
+}
+
+/// From a GGUF's metadata.
+pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
+    let mut r = Reader { meta, prefix: "glm-dsa.", facts: Vec::new() };
+    let blocks = r.uint("blocks", "block_count", 1)?;
+    let mtp_layers = r.optional("MTP blocks", "nextn_predict_layers", 0)?.unwrap_or(0);
+    if mtp_layers >= blocks {
+        return Err(inconsistent("glm-dsa.nextn_predict_layers", format!("fewer than {blocks} blocks"), mtp_layers));
+    }
+    let layers = blocks - mtp_layers;
+    r.note("trunk layers", layers, "block_count - nextn_predict_layers");
+    let rope = r.uint("rope width", "rope.dimension_count", 2)?;
+    let kv_lora = r.uint("kv latent", "attention.kv_lora_rank", 1)?;
+    let (qk_head, v_head) = mla_sizes(&mut r, kv_lora, rope)?;
+    if rope >= qk_head || !rope.is_multiple_of(2) {
+        return Err(inconsistent("glm-dsa.rope.dimension_count", format!("even and below {qk_head}"), rope));
+    }
+    let nope = qk_head - rope;
+    r.note("nope width", nope, "attention.key_length_mla - rope.dimension_count");
+    let gating_key = "glm-dsa.expert_gating_func";
+    let gating = match meta.get(gating_key).map(|v| (v, v.as_u64())) {
+        Some((_, Some(2))) => Gating::Sigmoid,
+        Some((_, Some(1))) => Gating::Softmax,
+        None => Gating::Sigmoid,
+        Some((v, _)) => return Err(r.bad(gating_key, "1 (softmax) or 2 (sigmoid)", Some(v))),
+    };
+    let from = if meta.get(gating_key).is_some() { gating_key } else { "key absent: default of glm-dsa" };
+    r.note("gating", gating.name(), from);
+    let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", true)?;
+    let context = r.uint("context", "context_length", 1)?;
+    let indexer = indexer_types(&mut r, layers, context as u64)?;
+    let rms_eps = r.float("RMSNorm eps", "attention.layer_norm_rms_epsilon")? as f32;
+    r.note("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture");
+    let vocab = match r.optional("vocabulary", "vocab_size", 1)? {
+        Some(v) => v,
+        None => {
+            let tokens = meta.get("tokenizer.ggml.tokens").and_then(Value::as_array).map(|a| a.len()).unwrap_or(0);
+            r.note("vocabulary", tokens, "length of tokenizer.ggml.tokens");
+            tokens
+        }
+    };
+    let config = Config {
+        name: r.name("general.name"),
+        layers,
+        mtp_layers,
+        dense_layers: r.uint("dense layers", "leading_dense_block_count", 0)?,
+        hidden: r.uint("hidden", "embedding_length", 1)?,
+        vocab,
+        context,
+        heads: r.uint("heads", "attention.head_count", 1)?,
+        q_lora: r.uint("q latent", "attention.q_lora_rank", 1)?,
+        kv_lora,
+        nope,
+        rope,
+        v_head,
+        ffn: r.uint("dense ffn", "feed_forward_length", 1)?,
+        experts: r.uint("experts", "expert_count", 1)?,
+        experts_used: r.uint("experts per token", "expert_used_count", 1)?,
+        shared_experts: r.uint("shared experts", "expert_shared_count", 0)?,
+        expert_ffn: r.uint("expert ffn", "expert_feed_forward_length", 1)?,
+        groups: r.optional("expert groups", "expert_group_count", 0)?.unwrap_or(1).max(1),
+        groups_used: r.optional("expert groups used", "expert_group_used_count", 0)?.unwrap_or(1).max(1),
+        gating,
+        expert_norm,
+        expert_scale: r.float("expert scale", "expert_weights_scale")? as f32,
+        rms_eps,
+        latent_eps: rms_eps,
+        index_eps: INDEX_EPS as f32,
+        rope_base: r.float("rope base", "rope.freq_base")?,
+        index_heads: r.uint("indexer heads", "attention.indexer.head_count", 1)?,
+        index_dim: r.uint("indexer width", "attention.indexer.key_length", 1)?,
+        top_k: r.uint("indexer top-k", "attention.indexer.top_k", 1)?,
+        indexer,
+        facts: r.facts,
+    };
+    check(config)
+}
+
+/// Real head sizes: from the `*_mla` keys. Files that lack them but hold the compressed form are refused by key, for
+/// their sizes cannot be told from the metadata.
+fn mla_sizes(r: &mut Reader, kv_lora: usize, rope: usize) -> Result<(usize, usize), ConfigError> {
+    let key_length = r.uint("cached key", "attention.key_length", 1)?;
+    let value_length = r.uint("cached value", "attention.value_length", 1)?;
+    let mla = (
+        r.optional("head width", "attention.key_length_mla", 1)?,
+        r.optional("value width", "attention.value_length_mla", 1)?,
+    );
+    match mla {
+        (Some(k), Some(v)) if (key_length, value_length) == (kv_lora + rope, kv_lora) => Ok((k, v)),
+        (Some(_), Some(_)) => Err(inconsistent(
+            "glm-dsa.attention.key_length and value_length beside the *_mla keys (they describe the cached row)",
+            format!("{} and {kv_lora}", kv_lora + rope),
+            format!("{key_length} and {value_length}"),
+        )),
+        (None, None) if key_length == kv_lora + rope => Err(ConfigError::Key {
+            key: "glm-dsa.attention.key_length_mla, value_length_mla".into(),
+            expected: "the real head sizes, since key_length describes the cached row".into(),
+            found: "no such keys (a file of an older converter): convert the model again".into(),
+        }),
+        (None, None) => Ok((key_length, value_length)),
+        (k, _) => {
+            let missing = if k.is_none() { "key_length_mla" } else { "value_length_mla" };
+            Err(r.bad(&format!("glm-dsa.attention.{missing}"), "an integer from 1, as its sibling", None))
+        }
+    }
+}
+
+fn indexer_types(r: &mut Reader, layers: usize, context: u64) -> Result<Vec<Indexer>, ConfigError> {
+    let key = "glm-dsa.attention.indexer.types";
+    let full = |yes: bool| if yes { Indexer::Full } else { Indexer::Shared };
+    let types: Vec<Indexer> = match r.meta.get(key) {
+        Some(v) => {
+            let array = v.as_array().filter(|a| a.len() >= layers);
+            let read = array.and_then(|a| (0..layers).map(|i| a.get(i).and_then(|e| e.as_bool())).collect());
+            let Some(read): Option<Vec<bool>> = read else {
+                return Err(r.bad(key, &format!("an array of at least {layers} bools"), Some(v)));
+            };
+            r.note("full indexer layers", read.iter().filter(|f| **f).count(), key);
+            read.into_iter().map(full).collect()
+        }
+        None if context < CONTEXT_OF_SHARED_INDEXERS => {
+            r.note("full indexer layers", layers, "key absent, context below 2^20: all");
+            vec![Indexer::Full; layers]
+        }
+        None => {
+            // GLM-5.2's pattern: layers 0, 1, 2, then every fourth.
+            let types: Vec<Indexer> = (0..layers).map(|i| full((i + 1).saturating_sub(3).is_multiple_of(4))).collect();
+            let count = types.iter().filter(|t| **t == Indexer::Full).count();
+            r.note("full indexer layers", count, "key absent, context from 2^20: GLM-5.2's pattern");
+            types
+        }
+    };
+    Ok(types)
+}
+
+/// From a flattened `config.json`.
+pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
+    let mut r = Reader { meta, prefix: "", facts: Vec::new() };
+    let layers = r.uint("trunk layers", "num_hidden_layers", 1)?;
+    r.choice("rope_parameters.rope_type", &["default"])?;
+    r.choice("hidden_act", &["silu"])?;
+    for (name, key) in [("rope pairs adjacent", "rope_interleave"), ("indexer's too", "indexer_rope_interleave")] {
+        if !r.flag(name, key, true)? {
+            return Err(inconsistent(key, "true (adjacent pairs)", "false (half-split)"));
+        }
+    }
+    let gating = match r.choice("scoring_func", &["sigmoid", "softmax"])? {
+        "softmax" => Gating::Softmax,
+        _ => Gating::Sigmoid,
+    };
+    r.note("gating", gating.name(), "scoring_func");
+    let expert_norm = r.flag("normalised weights", "norm_topk_prob", true)?;
+    let indexer = hf_indexer_types(&mut r, layers)?;
+    r.note("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture");
+    r.note("q_a/kv_a norm eps", HF_LATENT_EPS, "fixed by transformers, whatever rms_norm_eps says");
+    let config = Config {
+        name: r.name("_name_or_path"),
+        layers,
+        mtp_layers: r.optional("MTP blocks", "num_nextn_predict_layers", 0)?.unwrap_or(0),
+        dense_layers: r.uint("dense layers", "first_k_dense_replace", 0)?,
+        hidden: r.uint("hidden", "hidden_size", 1)?,
+        vocab: r.uint("vocabulary", "vocab_size", 1)?,
+        context: r.uint("context", "max_position_embeddings", 1)?,
+        heads: r.uint("heads", "num_attention_heads", 1)?,
+        q_lora: r.uint("q latent", "q_lora_rank", 1)?,
+        kv_lora: r.uint("kv latent", "kv_lora_rank", 1)?,
+        nope: r.uint("nope width", "qk_nope_head_dim", 1)?,
+        rope: r.uint("rope width", "qk_rope_head_dim", 2)?,
+        v_head: r.uint("value width", "v_head_dim", 1)?,
+        ffn: r.uint("dense ffn", "intermediate_size", 1)?,
+        experts: r.uint("experts", "n_routed_experts", 1)?,
+        experts_used: r.uint("experts per token", "num_experts_per_tok", 1)?,
+        shared_experts: r.uint("shared experts", "n_shared_experts", 0)?,
+        expert_ffn: r.uint("expert ffn", "moe_intermediate_size", 1)?,
+        groups: r.optional("expert groups", "n_group", 0)?.unwrap_or(1).max(1),
+        groups_used: r.optional("expert groups used", "topk_group", 0)?.unwrap_or(1).max(1),
+        gating,
+        expert_norm,
+        expert_scale: r.float("expert scale", "routed_scaling_factor")? as f32,
+        rms_eps: r.float("RMSNorm eps", "rms_norm_eps")? as f32,
+        latent_eps: HF_LATENT_EPS as f32,
+        index_eps: INDEX_EPS as f32,
+        rope_base: r.float("rope base", "rope_parameters.rope_theta")?,
+        index_heads: r.uint("indexer heads", "index_n_heads", 1)?,
+        index_dim: r.uint("indexer width", "index_head_dim", 1)?,
+        top_k: r.uint("indexer top-k", "index_topk", 1)?,
+        indexer,
+        facts: r.facts,
+    };
+    check(config)
+}
+
+/// `indexer_types` by layer; without it, every `index_topk_freq`-th layer after `index_skip_topk_offset`, as transformers
+/// fills it in.
+fn hf_indexer_types(r: &mut Reader, layers: usize) -> Result<Vec<Indexer>, ConfigError> {
+    let key = "indexer_types";
+    let (types, source): (Vec<Indexer>, _) = match r.meta.get(key) {
+        None => match r.optional("indexer period", "index_topk_freq", 1)? {
+            None => (vec![Indexer::Full; layers], "indexer_types absent: all"),
+            Some(period) => {
+                let offset = r.uint("indexer offset", "index_skip_topk_offset", 0)?;
+                let full = |i: usize| (i + 1).saturating_sub(offset).is_multiple_of(period);
+                let types = (0..layers).map(|i| if full(i) { Indexer::Full } else { Indexer::Shared });
+                (types.collect(), "indexer_types absent: from period and offset")
+            }
+        },
+        Some(v) => {
+            let Some(array) = v.as_array().filter(|a| a.len() == layers) else {
+                return Err(r.bad(key, &format!("an array of {layers}"), Some(v)));
+            };
+            let one = |i| match array.get(i).as_ref().and_then(Value::as_str) {
+                Some("full") => Ok(Indexer::Full),
+                Some("shared") => Ok(Indexer::Shared),
+                _ => Err(r.bad(&format!("{key}[{i}]"), "full or shared", array.get(i).as_ref())),
+            };
+            ((0..layers).map(one).collect::<Result<_, _>>()?, key)
+        }
+    };
+    r.note("full indexer layers", types.iter().filter(|t| **t == Indexer::Full).count(), source);
+    Ok(types)
+}
+
+/// Rules that hold for both forms.
+fn check(c: Config) -> Result<Config, ConfigError> {
+    let checks: [(&str, bool, String, String); 8] = [
+        ("dense layers", c.dense_layers <= c.layers, format!("at most {}", c.layers), c.dense_layers.to_string()),
+        ("vocabulary", c.vocab > 0, "at least 1".into(), c.vocab.to_string()),
+        ("rope width", c.rope.is_multiple_of(2), "an even number".into(), c.rope.to_string()),
+        (
+            "indexer width",
+            c.index_dim >= c.rope,
+            format!("at least the rope width {}", c.rope),
+            c.index_dim.to_string(),
+        ),
+        (
+            "experts per token",
+            c.experts_used <= c.experts,
+            format!("at most the {} experts", c.experts),
+            c.experts_used.to_string(),
+        ),
+        (
+            "expert groups",
+            c.experts.is_multiple_of(c.groups) && c.groups_used <= c.groups,
+            format!("a divisor of {} experts, and no more groups used than there are", c.experts),
+            format!("{} groups, {} used", c.groups, c.groups_used),
+        ),
+        (
+            "experts of the groups used",
+            c.experts_used <= c.experts / c.groups * c.groups_used,
+            format!("at least {}", c.experts_used),
+            (c.experts / c.groups * c.groups_used).to_string(),
+        ),
+        (
+            "indexer types",
+            c.indexer.first() == Some(&Indexer::Full),
+            "a full first layer (a shared one has nothing to reuse)".into(),
+            "shared".into(),
+        ),
+    ];
+    for (what, good, expected, found) in checks {
+        if !good {
+            return Err(inconsistent(what, expected, found));
+        }
+    }
+    Ok(c)
+}

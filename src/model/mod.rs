@@ -1,0 +1,9 @@
+//! What an architecture is made of: its configuration, derived from a file's metadata, and the list of parameters
+//! with their shapes. Knows nothing of names on disk, of ranks or of devices.
+
+pub mod config;
+mod glm_dsa;
+pub mod params;
+
+pub use config::{Config, ConfigError, Gating, Indexer, Metadata};
+pub use params::{Kind, Param};

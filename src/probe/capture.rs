@@ -1,0 +1,217 @@
+//! Capturing points: what one rank held, and all ranks' values put together again.
+
+use std::sync::Arc;
+
+use super::{Data, Layout, Point, Probe, Then, Visit};
+
+/// Captured values of one point.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Values {
+    /// f32 activations.
+    F32(Vec<f32>),
+    /// Chosen indices.
+    I32(Vec<i32>),
+}
+
+impl Values {
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        match self {
+            Values::F32(v) => v.len(),
+            Values::I32(v) => v.len(),
+        }
+    }
+
+    /// True without values.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// One rank's values at one point: `[rows][shape]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Captured {
+    /// The point.
+    pub point: Point,
+    /// Trunk layer, `None` for global points.
+    pub layer: Option<usize>,
+    /// Tokens.
+    pub rows: usize,
+    /// Shape of one token's row on the rank, slowest axis first.
+    pub shape: Vec<usize>,
+    /// The values.
+    pub values: Values,
+}
+
+/// Which points to capture.
+pub type Filter = Arc<dyn Fn(Point, Option<usize>) -> bool + Send + Sync>;
+
+/// A listener that keeps what it sees.
+pub struct Capture {
+    filter: Filter,
+    stop_after: Option<(Point, Option<usize>)>,
+    seen: Vec<Captured>,
+}
+
+impl Capture {
+    /// Captures the points that `filter` accepts.
+    pub fn new(filter: Filter) -> Self {
+        Capture { filter, stop_after: None, seen: Vec::new() }
+    }
+
+    /// Captures every point.
+    pub fn all() -> Self {
+        Self::new(Arc::new(|_, _| true))
+    }
+
+    /// Ends the step behind a point.
+    pub fn stop_after(mut self, point: Point, layer: Option<usize>) -> Self {
+        self.stop_after = Some((point, layer));
+        self
+    }
+}
+
+impl Probe for Capture {
+    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
+        self.stop_after == Some((point, layer)) || (self.filter)(point, layer)
+    }
+
+    fn visit(&mut self, visit: Visit<'_>) -> Then {
+        let at = (visit.point, visit.layer);
+        if (self.filter)(visit.point, visit.layer) {
+            self.seen.push(Captured {
+                point: visit.point,
+                layer: visit.layer,
+                rows: visit.rows,
+                shape: visit.shape.to_vec(),
+                values: match visit.values {
+                    Data::Values(v) => Values::F32(v.to_vec()),
+                    Data::Indices(v) => Values::I32(v.to_vec()),
+                },
+            });
+        }
+        if self.stop_after == Some(at) { Then::Stop } else { Then::Continue }
+    }
+
+    fn take(&mut self) -> Vec<Captured> {
+        std::mem::take(&mut self.seen)
+    }
+}
+
+/// Ranks whose captures do not fit together.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum UnshardError {
+    #[error("{point}: rank {rank} holds {found:?}, expected {expected:?} as rank 0")]
+    Shape { point: String, rank: usize, expected: Vec<usize>, found: Vec<usize> },
+    #[error("{point}: replicated, but rank {rank} differs from rank 0 at value {index}: {expected} and {found}")]
+    Replicas { point: String, rank: usize, index: usize, expected: f64, found: f64 },
+    #[error("{point}: no rank holds it")]
+    Empty { point: String },
+}
+
+/// Puts one point's captures of all ranks (in rank order) together: sharded axes joined, partial sums added in f64 and
+/// rounded once, replicated copies compared bit by bit.
+///
+/// # Errors
+/// Shapes that do not fit, and replicas that differ.
+pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
+    let Some(first) = ranks.first() else { return Err(UnshardError::Empty { point: "?".into() }) };
+    let point = || first.point.full_name(first.layer);
+    for (rank, other) in ranks.iter().enumerate() {
+        if other.shape != first.shape || other.rows != first.rows || other.values.len() != first.values.len() {
+            let (expected, found) = (first.shape.clone(), other.shape.clone());
+            return Err(UnshardError::Shape { point: point(), rank, expected, found });
+        }
+    }
+    let mut whole = (*first).clone();
+    match first.point.layout() {
+        Layout::Replicated => {
+            for (rank, other) in ranks.iter().enumerate().skip(1) {
+                if let Some((index, expected, found)) = first_difference(&first.values, &other.values) {
+                    return Err(UnshardError::Replicas { point: point(), rank, index, expected, found });
+                }
+            }
+        }
+        Layout::Partial => {
+            if let Values::F32(sum) = &mut whole.values {
+                for (i, s) in sum.iter_mut().enumerate() {
+                    let parts = ranks.iter().map(|r| match &r.values {
+                        Values::F32(v) => f64::from(v[i]),
+                        Values::I32(v) => f64::from(v[i]),
+                    });
+                    *s = parts.sum::<f64>() as f32;
+                }
+            }
+        }
+        Layout::Sharded { axis } => {
+            let outer: usize = first.rows * first.shape[..axis].iter().product::<usize>();
+            let chunk: usize = first.shape[axis..].iter().product();
+            let join = |get: &dyn Fn(&Values) -> Option<Vec<f32>>| -> Option<Vec<f32>> {
+                let parts: Vec<Vec<f32>> = ranks.iter().map(|r| get(&r.values)).collect::<Option<_>>()?;
+                let mut out = Vec::with_capacity(outer * chunk * ranks.len());
+                for o in 0..outer {
+                    for part in &parts {
+                        out.extend_from_slice(&part[o * chunk..(o + 1) * chunk]);
+                    }
+                }
+                Some(out)
+            };
+            let values = join(&|v| match v {
+                Values::F32(v) => Some(v.clone()),
+                Values::I32(_) => None,
+            });
+            if let Some(values) = values {
+                whole.values = Values::F32(values);
+                whole.shape[axis] *= ranks.len();
+            }
+        }
+    }
+    Ok(whole)
+}
+
+/// The first place where two captures differ in their bits.
+fn first_difference(a: &Values, b: &Values) -> Option<(usize, f64, f64)> {
+    match (a, b) {
+        (Values::F32(a), Values::F32(b)) => {
+            let at = a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits())?;
+            Some((at, a[at].into(), b[at].into()))
+        }
+        (Values::I32(a), Values::I32(b)) => {
+            let at = a.iter().zip(b).position(|(x, y)| x != y)?;
+            Some((at, a[at].into(), b[at].into()))
+        }
+        _ => Some((0, f64::NAN, f64::NAN)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn captured(point: Point, shape: &[usize], values: &[f32]) -> Captured {
+        let rows = values.len() / shape.iter().product::<usize>();
+        Captured { point, layer: Some(0), rows, shape: shape.to_vec(), values: Values::F32(values.to_vec()) }
+    }
+
+    #[test]
+    fn sharded_points_are_joined_along_their_axis() {
+        let a = captured(Point::Latent, &[1, 2], &[1.0, 2.0, 5.0, 6.0]);
+        let b = captured(Point::Latent, &[1, 2], &[3.0, 4.0, 7.0, 8.0]);
+        let whole = unshard(&[&a, &b]).expect("they fit");
+        assert_eq!(whole.shape, [2, 2]);
+        assert_eq!(whole.values, Values::F32(vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]));
+        let a = captured(Point::Hidden, &[2, 1], &[1.0, 3.0]);
+        let b = captured(Point::Hidden, &[2, 1], &[2.0, 4.0]);
+        assert_eq!(unshard(&[&a, &b]).expect("they fit").values, Values::F32(vec![1.0, 2.0, 3.0, 4.0]));
+    }
+
+    #[test]
+    fn partial_sums_are_added_and_replicas_compared() {
+        let a = captured(Point::Shared, &[2], &[1.0, 2.0]);
+        assert_eq!(unshard(&[&a, &a]).expect("they fit").values, Values::F32(vec![2.0, 4.0]));
+        let (a, b) = (captured(Point::QA, &[2], &[1.0, 0.0]), captured(Point::QA, &[2], &[1.0, -0.0]));
+        assert!(matches!(unshard(&[&a, &b]), Err(UnshardError::Replicas { rank: 1, index: 1, .. })));
+        assert!(unshard(&[&a, &a]).is_ok());
+    }
+}

@@ -1,0 +1,3 @@
+//! What people and machines read: terminal tables and JSON.
+
+pub mod table;

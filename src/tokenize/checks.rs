@@ -1,0 +1,273 @@
+//! Facts about a tokenizer, for `inspect` and the tokenizer stage of `verify`. Each is exact: it holds or it does not,
+//! and its detail says what was looked at, so that a reader can judge without trusting the verdict.
+
+use std::collections::BTreeSet;
+
+use regex::Regex;
+use serde::Serialize;
+use serde_json::Map;
+
+use super::bpe::Tokenizer;
+use super::error::TokenizeError;
+use super::hf::JsonTokenizer;
+use super::spec::TokenizerSpec;
+use super::template::ChatMessage;
+
+/// Texts on which tokenizers have been seen to disagree: scripts, digits, contractions, white space, line ends, joined
+/// emoji, composed and decomposed characters, literals of control tokens, code.
+pub const PROBE: [&str; 49] = [
+    "",
+    "a",
+    " ",
+    "  ",
+    "   x",
+    "x   ",
+    "\n",
+    "\n\n",
+    " \n ",
+    "\r\n",
+    "a\r\n\r\n  b\n\n\n c",
+    "\t\tif a:\n\t\t\treturn 1",
+    "\u{a0}a\u{2003}\u{2003}b\u{3000}c",
+    "Hello, world!",
+    "foo  bar   baz    ",
+    "It's what they'd've said, I'll say we're I'm don't",
+    "IT'S WHAT THEY'D'VE SAID, I'LL SAY WE'RE I'M DON'T",
+    "'S 'T 'Re 'vE 'x '",
+    // With letters after it a contraction is cut off; a rule for lower case only leaves the word whole.
+    "'True 'Self 'The 'Made 'Return O'Donnell 'Set 'Module 'LLama 'Version",
+    "1",
+    "12 123 1234 12345 1234567890",
+    "x=3.14159e-10;y[12]=0xdeadBEEF",
+    "１２３４ ٣٤٥٦ ४५६ Ⅷ ½ ²",
+    "你好，世界！这是一个测试。",
+    "繁體中文測試 2024年1月15日",
+    "こんにちは、カタカナ",
+    "안녕하세요 세계",
+    "Привет, мир! Ёлка",
+    "Ελληνικά και ΑΛΦΑ",
+    "مرحبا بالعالم ﷽",
+    "שלום עולם",
+    "नमस्ते दुनिया क्षि",
+    "สวัสดีชาวโลก",
+    "naïve café Zażółć gęślą jaźń",
+    "e\u{301} a\u{300}\u{323} \u{1e69} s\u{323}\u{307}",
+    "ǅ İstanbul ß ẞ ﬁ ſ",
+    "🙂🚀",
+    "👩\u{200d}👩\u{200d}👧 👩🏽\u{200d}🚀 🏳\u{fe0f}\u{200d}🌈 🇩🇪",
+    "\u{200b}\u{feff}zero\u{ad}width",
+    "\u{0}\u{1}\u{7f}\u{85}",
+    "...!!!???---___***",
+    "a_b-c.d/e\\f|g&h~i`j^k",
+    "fn main() { println!(\"{}\", x[0]); }  // done\n",
+    "{\"a\": [1, 2.5, null], \"b\": \"\\u00e9\"}",
+    "https://example.org/a?b=c&d=%20#e",
+    "[gMASK]<sop><|system|><|user|>hi<|assistant|><think></think><|observation|><|endoftext|>",
+    "<|user|> spelled <|us er|> <| user |> <|userx|>",
+    "/nothink <tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+    "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+];
+
+/// One fact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// What was checked.
+    pub name: &'static str,
+    /// Whether it holds.
+    pub ok: bool,
+    /// The evidence.
+    pub detail: String,
+}
+
+impl TokenizerSpec {
+    /// All facts about this description: [`Tokenizer::checks`] where a tokenizer can be built, otherwise the one fact
+    /// that it cannot, and why. `vocab_rows` are the rows of the embedding.
+    pub fn checks(&self, vocab_rows: Option<usize>, other: Option<&JsonTokenizer>) -> Vec<Check> {
+        match Tokenizer::new(self) {
+            Ok(tokenizer) => tokenizer.checks(self, vocab_rows, other),
+            Err(error) => vec![Check { name: "built", ok: false, detail: error.to_string() }],
+        }
+    }
+}
+
+impl Tokenizer {
+    /// All facts about this tokenizer, which was built from `spec`. `vocab_rows` are the rows of the embedding, `other`
+    /// is the tokenizer.json to compare with.
+    pub fn checks(&self, spec: &TokenizerSpec, vocab_rows: Option<usize>, other: Option<&JsonTokenizer>) -> Vec<Check> {
+        let prompt = self.probe_prompt();
+        let mut checks = vec![
+            built(spec),
+            self.vocabulary(vocab_rows),
+            template(&prompt),
+            self.template_literals(spec, prompt.as_deref().unwrap_or_default()),
+            self.stop_check(),
+            self.bos_check(spec, prompt.as_deref().ok()),
+            self.round_trip(),
+        ];
+        if let Some(other) = other {
+            checks.push(self.same_tokens(spec, other));
+            checks.push(self.same_ids(other));
+        }
+        checks
+    }
+
+    /// A conversation as the template renders it.
+    fn probe_prompt(&self) -> Result<String, TokenizeError> {
+        let turns = [("user", "Who?"), ("assistant", "I."), ("user", "Why?")];
+        let turns: Vec<ChatMessage> = turns.into_iter().map(|(role, text)| ChatMessage::new(role, text)).collect();
+        self.render_chat(&turns, true, &Map::new())
+    }
+
+    fn vocabulary(&self, vocab_rows: Option<usize>) -> Check {
+        let tokens = self.len();
+        let (ok, detail) = match vocab_rows {
+            None => (true, format!("{tokens} tokens; rows of the embedding not known")),
+            Some(rows) if rows > tokens => {
+                (true, format!("{tokens} tokens, {rows} rows in the embedding: {} padding rows", rows - tokens))
+            }
+            Some(rows) => (rows == tokens, format!("{tokens} tokens, {rows} rows in the embedding")),
+        };
+        Check { name: "vocabulary", ok, detail }
+    }
+
+    /// Every marker in the template's source and in a rendered prompt is one id of a control or user-defined token.
+    fn template_literals(&self, spec: &TokenizerSpec, prompt: &str) -> Check {
+        let name = "template literals";
+        let source = spec.chat_template.as_deref().unwrap_or_default();
+        // The second and third kinds are often plain text or Jinja, too.
+        let marker = match Regex::new(r"<\|[^<>|\s{}']+\|>|</?[A-Za-z_]+>|\[[A-Za-z_]+\]") {
+            Ok(marker) => marker,
+            Err(error) => return Check { name, ok: false, detail: error.to_string() },
+        };
+        let markers: BTreeSet<&str> =
+            [source, prompt].into_iter().flat_map(|text| marker.find_iter(text)).map(|m| m.as_str()).collect();
+        let found = |literal: &&str| source.contains(*literal) || prompt.contains(*literal);
+        let registered: BTreeSet<&str> = self.literals().filter(found).collect();
+        let is_one =
+            |l: &str| self.encode(l, true).is_ok_and(|ids| ids.len() == 1 && self.literal_id(l) == Some(ids[0]));
+        let mut bad: Vec<String> = registered.iter().filter(|l| !is_one(l)).map(|l| format!("{l} is cut")).collect();
+        for marker in markers.difference(&registered) {
+            let pieces = self.encode(marker, true).map_or(0, |ids| ids.len());
+            match spec.tokens.iter().position(|t| t == marker) {
+                // A token that no merge makes is no ordinary one, whatever its type says.
+                Some(id) if !spec.merges.iter().any(|m| is_merge_of(m, marker)) => {
+                    let kind = spec.types.get(id).copied().unwrap_or_default();
+                    bad.push(format!("{marker} is token {id} but of type {kind}, so it becomes {pieces} ids"));
+                }
+                None if marker.starts_with("<|") => bad.push(format!("{marker} is no token and becomes {pieces} ids")),
+                _ => {}
+            }
+        }
+        let detail = match bad.as_slice() {
+            [] => format!("{} in the template, one id each", registered.len()),
+            bad => bad.join("; "),
+        };
+        Check { name, ok: bad.is_empty(), detail }
+    }
+
+    fn stop_check(&self) -> Check {
+        Check { name: "stop ids", ok: !self.stop_ids().ids.is_empty(), detail: self.stop_ids().to_string() }
+    }
+
+    /// A chat prompt begins with exactly one BOS, or with none where the file says so.
+    fn bos_check(&self, spec: &TokenizerSpec, prompt: Option<&str>) -> Check {
+        let name = "bos";
+        let Some(bos) = spec.bos else {
+            return Check { name, ok: true, detail: "the file names none, none is added".into() };
+        };
+        let leading = |ids: Vec<u32>| ids.iter().take_while(|id| **id == bos).count();
+        let by_tokenizer = usize::from(self.tokenizer_bos().is_some());
+        let text = prompt.unwrap_or_default();
+        let counts = self.encode(text, true).and_then(|ids| Ok((leading(ids), leading(self.prompt_ids(text)?))));
+        let (by_template, served) = match counts {
+            Ok(counts) => counts,
+            Err(error) => return Check { name, ok: false, detail: error.to_string() },
+        };
+        // Without a template there is no chat prompt, and the tokenizer's word is all there is.
+        let ok = served == 1 || (served == 0 && (prompt.is_none() || spec.add_bos == Some(false)));
+        let both = by_template + by_tokenizer;
+        let detail =
+            format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}");
+        Check { name, ok, detail }
+    }
+
+    /// Every probe text comes back from its ids.
+    fn round_trip(&self) -> Check {
+        let name = "round trip";
+        for text in PROBE {
+            let back = self.encode(text, true).map(|ids| self.decode(&ids, false));
+            match back {
+                Ok(back) if back == text => {}
+                Ok(back) => return Check { name, ok: false, detail: format!("{text:?} comes back as {back:?}") },
+                Err(error) => return Check { name, ok: false, detail: format!("{text:?}: {error}") },
+            }
+        }
+        Check { name, ok: true, detail: format!("{} texts", PROBE.len()) }
+    }
+
+    fn same_tokens(&self, spec: &TokenizerSpec, other: &JsonTokenizer) -> Check {
+        let name = "tokens equal tokenizer.json's";
+        // Converters fill ids without a token with unused ones, so those may be absent on the other side.
+        let unused = |id: usize| spec.types.get(id) == Some(&5);
+        for ((at, id), token) in (0usize..).zip(0u32..).zip(&spec.tokens) {
+            match other.token(id) {
+                Some(theirs) if theirs == *token => {}
+                None if unused(at) => {}
+                theirs => {
+                    let detail = format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json");
+                    return Check { name, ok: false, detail };
+                }
+            }
+        }
+        let surplus = other.len() > spec.tokens.len();
+        let detail = format!("{} here, {} in tokenizer.json", spec.tokens.len(), other.len());
+        Check { name, ok: !surplus, detail }
+    }
+
+    /// Every probe text has the same ids on both sides.
+    fn same_ids(&self, other: &JsonTokenizer) -> Check {
+        let name = "ids equal tokenizer.json's";
+        for text in PROBE {
+            let (ours, theirs) = match (self.encode(text, true), other.encode(text)) {
+                (Ok(ours), Ok(theirs)) => (ours, theirs),
+                (Err(error), _) | (_, Err(error)) => {
+                    return Check { name, ok: false, detail: format!("{text:?}: {error}") };
+                }
+            };
+            if ours != theirs {
+                let detail = format!("first difference at {text:?}: {ours:?} here, {theirs:?} by tokenizer.json");
+                return Check { name, ok: false, detail };
+            }
+        }
+        Check { name, ok: true, detail: format!("{} texts", PROBE.len()) }
+    }
+}
+
+/// What building the tokenizer has established.
+fn built(spec: &TokenizerSpec) -> Check {
+    let count = |wanted: &[i32]| spec.types.iter().filter(|t| wanted.contains(t)).count();
+    let detail = format!(
+        "{}, pre-tokenizer {}, {} control and {} user-defined tokens, {} merges all resolved",
+        spec.model,
+        spec.pre.as_deref().unwrap_or_default(),
+        count(&[2, 3]),
+        count(&[4]),
+        spec.merges.len()
+    );
+    Check { name: "built", ok: true, detail }
+}
+
+/// The chat template renders, or there is none.
+fn template(prompt: &Result<String, TokenizeError>) -> Check {
+    let (ok, detail) = match prompt {
+        Ok(prompt) => (true, format!("renders: {prompt:?}")),
+        Err(TokenizeError::TemplateAbsent) => (true, "none in the file: plain completion only".into()),
+        Err(error) => (false, error.to_string()),
+    };
+    Check { name: "chat template", ok, detail }
+}
+
+/// Whether `merge` ("left right") makes `token`.
+fn is_merge_of(merge: &str, token: &str) -> bool {
+    merge.split_once(' ').is_some_and(|(left, right)| token.strip_prefix(left) == Some(right))
+}

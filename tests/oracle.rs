@@ -1,7 +1,6 @@
 //! The reference against numbers that it did not compute: float64 activations of whole models, checked against
-//! transformers and llama.cpp,
-//! and rows expanded by ggml. Values were stored in f32, which costs at most 2^-24 of each; an exact computation lies
-//! within that.
+//! transformers and llama.cpp, and rows expanded by ggml. Values were stored in f32, which costs at most 2^-24 of each;
+//! an exact computation lies within that.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -151,8 +150,7 @@ impl Run<'_> {
     }
 
     /// Compares with every golden value; gives the names of the reals whose relative L2 is beyond what storing them
-    /// costs, and of the
-    /// choices that are not the same sets row by row.
+    /// costs, and of the choices that are not the same sets row by row.
     fn compare(&self, goldens: &Goldens) -> Comparison {
         let mut result = Comparison { reals: 0, choices: 0, beyond: Vec::new() };
         for (name, golden) in &goldens.0 {

@@ -1,9 +1,7 @@
 //! The arithmetic under the oracle's operations. Each operation is written once; [`Arith`] decides whether it is the
-//! truth (f64 over
-//! exact weights) or a plain, legitimate run of an engine's f32 recipe in a stated order of summation. The distance
-//! between the two is
-//! the noise floor that verdicts stand on, so every rounding here is one that a correct engine may make, and none is
-//! larger.
+//! truth (f64 over exact weights) or a plain, legitimate run of an engine's f32 recipe in a stated order of summation.
+//! The distance between the two is the noise floor that verdicts stand on, so every rounding here is one that a correct
+//! engine may make, and none is larger.
 
 use std::ops::{Add, Mul};
 

@@ -1,6 +1,6 @@
 //! The model's configuration as the oracle reads it: from raw metadata, key by key, with no help from the engine.
-//! Fields are public so
-//! that a hypothesis ("the target ropes half-split", "the target's eps is 1e-6") is a changed copy of this struct.
+//! Fields are public so that a hypothesis ("the target ropes half-split", "the target's eps is 1e-6") is a changed copy
+//! of this struct.
 
 use crate::error::RefError;
 use crate::source::{Format, Meta, RawModel};
@@ -115,8 +115,7 @@ impl RefConfig {
     ///
     /// # Errors
     /// [`RefError::Key`] for a key that is missing, of the wrong kind, out of range or in contradiction with another,
-    /// and for every other
-    /// architecture.
+    /// and for every other architecture.
     pub fn from_raw(raw: &dyn RawModel, eps: Eps) -> Result<Self, RefError> {
         let mut config = match raw.format() {
             Format::Gguf => from_gguf(raw)?,

@@ -1,7 +1,6 @@
 //! What can go wrong when the oracle reads a model. Every variant names the place, what was expected and what was
-//! found, because the
-//! reader of the message has a 400 GB file and no debugger. Written by hand: this crate depends on `ndarray` and `half`
-//! only.
+//! found, because the reader of the message has a 400 GB file and no debugger. Written by hand: this crate depends on
+//! `ndarray` and `half` only.
 
 use std::fmt;
 

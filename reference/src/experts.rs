@@ -1,6 +1,5 @@
 //! The mixture of experts over [`Weights`]: tokens are gathered by expert, so that each expert that is hit is decoded
-//! once and every
-//! other one not at all.
+//! once and every other one not at all.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -57,8 +56,7 @@ pub fn hidden(
 }
 
 /// The weighted sum of the chosen experts' outputs, \[tokens, hidden\]. `columns` says which columns of an expert's
-/// down projection take
-/// part: all for the whole result, a rank's for its partial sum.
+/// down projection take part: all for the whole result, a rank's for its partial sum.
 ///
 /// # Errors
 /// As for [`hidden`].

@@ -1,8 +1,6 @@
 //! The oracle: a mixture-of-experts transformer with latent attention and a sparse-attention indexer, as plain
-//! `ndarray` code in f64, one function per
-//! operation. It exists to judge an engine, so it shares nothing with one: it reads raw metadata, names, blocks and
-//! shards by its own
-//! rules and depends on neither the engine nor its kernels.
+//! `ndarray` code in f64, one function per operation. It exists to judge an engine, so it shares nothing with one: it
+//! reads raw metadata, names, blocks and shards by its own rules and depends on neither the engine nor its kernels.
 //!
 //! * [`model::forward`] runs a prompt and hands out every named place; [`replay::replay`] recomputes one operation from
 //!   captured inputs.

@@ -1,6 +1,5 @@
 //! The forward pass, in the order of the paper, one layer in memory at a time. Every place that has a name is handed to
-//! the caller as it is
-//! computed; nothing is kept.
+//! the caller as it is computed; nothing is kept.
 
 use ndarray::{Array2, Array3, ArrayD, Axis, Dimension, s};
 
@@ -17,9 +16,8 @@ use crate::weights::Weights;
 pub type Sink<'a> = &'a mut dyn FnMut(&str, ArrayD<f64>);
 
 /// Runs the model over the token ids `ids` at positions 0, 1, 2, .. and hands every probe point of
-/// [`points`](crate::points::points) to `sink`, in
-/// that order. MTP row t pairs the trunk's normed hidden state of token t with token t + 1, at position t + 1; it has
-/// one row less.
+/// [`points`](crate::points::points) to `sink`, in that order. MTP row t pairs the trunk's normed hidden state of token
+/// t with token t + 1, at position t + 1; it has one row less.
 ///
 /// # Errors
 /// A token id outside the vocabulary, or a tensor that is missing or does not fit.

@@ -1,7 +1,6 @@
 //! What the unfused parameters are called. Two literal lists, one per convention, to be read beside the format's own
-//! documents; they
-//! share nothing with the engine's name table, so that one wrong line cannot be wrong on both sides.
-//! An MTP layer's own copies of the embedding and the head are not read: the trunk's serve both.
+//! documents; they share nothing with the engine's name table, so that one wrong line cannot be wrong on both sides. An
+//! MTP layer's own copies of the embedding and the head are not read: the trunk's serve both.
 
 use crate::source::Format;
 
@@ -190,8 +189,7 @@ const HF: &[(Param, &str)] = &[
 ];
 
 /// The accepted file names of `param`, in the order in which to try them. `layer` counts MTP layers after the trunk;
-/// `expert` matters
-/// only where the convention stores one tensor per expert.
+/// `expert` matters only where the convention stores one tensor per expert.
 pub fn file_names(format: Format, param: Param, layer: Option<usize>, expert: Option<usize>) -> Vec<String> {
     let list = match format {
         Format::Gguf => GGUF,
@@ -201,8 +199,7 @@ pub fn file_names(format: Format, param: Param, layer: Option<usize>, expert: Op
 }
 
 /// The name of a whole `kv_b` projection, \[heads * (nope + v), kv_rank\], from which `KB` and `VB` are split where the
-/// file has no
-/// separate tensors for them.
+/// file has no separate tensors for them.
 pub fn whole_kv_b(format: Format, layer: usize) -> String {
     let name = match format {
         Format::Gguf => "blk.{N}.attn_kv_b.weight",

@@ -1,6 +1,6 @@
 //! The operations of the paper, one function each, in its notation. All are written over [`Arith`], so the truth and
-//! the noise floor
-//! come from the same lines. Activations are \[tokens, width\] or \[tokens, heads, width\]; weights are exact f32.
+//! the noise floor come from the same lines. Activations are \[tokens, width\] or \[tokens, heads, width\]; weights are
+//! exact f32.
 
 use std::ops::Range;
 
@@ -56,8 +56,7 @@ pub fn add(a: Arith, x: &Array2<f64>, y: &Array2<f64>) -> Array2<f64> {
 }
 
 /// Rotates pairs of the values `part` of every head by angle position * theta^(-2i / width), i the pair. The angle, its
-/// cosine and its
-/// sine are f64, rounded once. `positions` has one entry per token.
+/// cosine and its sine are f64, rounded once. `positions` has one entry per token.
 pub fn rope(
     a: Arith,
     x: &Array3<f64>,
@@ -107,8 +106,7 @@ pub fn value_up(a: Arith, latent: ArrayView3<'_, f64>, v_b: &Array3<f32>) -> Arr
 }
 
 /// Indexer scores s\[t, u\] = sum over heads of w\[t, h\] relu(q\[t, h\] . k\[u\]), minus infinity where u is later
-/// than the query. `rows` are
-/// the tokens that the rows of `q` and `w` belong to; the result is \[rows, keys\].
+/// than the query. `rows` are the tokens that the rows of `q` and `w` belong to; the result is \[rows, keys\].
 pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>, rows: &[usize]) -> Array2<f64> {
     let mut scores = Array2::from_elem((rows.len(), k.nrows()), f64::NEG_INFINITY);
     for (i, &t) in rows.iter().enumerate() {
@@ -124,7 +122,8 @@ pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>,
 /// The places of the `k` largest values, largest first; of equal values the first place wins. NaN counts as minus
 /// infinity.
 pub fn top_k(values: &[f64], k: usize) -> Vec<usize> {
-    let key = |i: usize| if values[i].is_nan() { f64::NEG_INFINITY } else { values[i] + 0.0 }; // + 0.0 makes -0.0 equal to 0.0
+    // Adding 0.0 makes -0.0 equal to 0.0.
+    let key = |i: usize| if values[i].is_nan() { f64::NEG_INFINITY } else { values[i] + 0.0 };
     let mut places: Vec<usize> = (0..values.len()).collect();
     places.sort_by(|&i, &j| key(j).total_cmp(&key(i)).then(i.cmp(&j)));
     places.truncate(k);
@@ -146,10 +145,8 @@ pub fn index_top_k(scores: &Array2<f64>, rows: &[usize], k: usize) -> Array2<f64
 }
 
 /// Absorbed attention over chosen keys: softmax(scale q . k) applied to the latents. `q_absorbed` \[rows, heads,
-/// latent\] and `q_rope`
-/// \[rows, heads, rope\] meet `latent` \[keys, latent\] and `k_rope` \[keys, rope\]; `keys` lists the chosen ones per
-/// row (never none). The
-/// result is \[rows, heads, latent\].
+/// latent\] and `q_rope` \[rows, heads, rope\] meet `latent` \[keys, latent\] and `k_rope` \[keys, rope\]; `keys` lists
+/// the chosen ones per row (never none). The result is \[rows, heads, latent\].
 pub fn attention(
     a: Arith,
     q_absorbed: ArrayView3<'_, f64>,
@@ -215,8 +212,7 @@ pub fn router_probabilities(a: Arith, logits: &Array2<f64>, gating: Gating) -> A
 }
 
 /// What experts are chosen by: probability plus correction bias, minus infinity outside the best `groups_used` of
-/// `groups` groups. A
-/// group's score is the sum of its two best.
+/// `groups` groups. A group's score is the sum of its two best.
 pub fn choice_scores(a: Arith, p: &Array2<f64>, bias: &Array1<f32>, groups: usize, groups_used: usize) -> Array2<f64> {
     let mut scores = p.clone();
     for mut row in scores.rows_mut() {

@@ -1,6 +1,6 @@
 //! The places of the forward pass that have a name: which exist in a given model and run, what each row of them holds,
-//! and which of them
-//! an operation reads. The names are the ones that dumps use; row shapes are what the oracle emits and expects.
+//! and which of them an operation reads. The names are the ones that dumps use; row shapes are what the oracle emits
+//! and expects.
 
 use crate::config::RefConfig;
 
@@ -93,8 +93,7 @@ pub fn parse<'a>(c: &RefConfig, options: Options, point: &'a str) -> Option<(Sit
 }
 
 /// The axes of one row (token) of a point, for `tokens` tokens in the run. The shared expert's inner activations follow
-/// the chosen experts'
-/// in `ffn.hidden`; several shared experts take one slot each, in the order of their columns.
+/// the chosen experts' in `ffn.hidden`; several shared experts take one slot each, in the order of their columns.
 pub fn row_shape(c: &RefConfig, site: Site, op: &str, tokens: usize) -> Vec<usize> {
     let moe = site.layer(c).is_some_and(|layer| c.is_moe(layer));
     match op {
@@ -121,8 +120,7 @@ pub fn row_shape(c: &RefConfig, site: Site, op: &str, tokens: usize) -> Vec<usiz
 }
 
 /// The points that the operation behind `point` reads, in the order of its arguments; `ids` stands for the token ids.
-/// `None` where this
-/// model and run have no such point.
+/// `None` where this model and run have no such point.
 pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
     let moe = site.layer(c).is_some_and(|layer| c.is_moe(layer));
@@ -180,8 +178,7 @@ pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<Str
 }
 
 /// The points from which per-rank partial sums of `point` are recomputed: as [`inputs_of`], but the sum of experts goes
-/// back to their inner
-/// activations. `None` where `point` is not a sum over ranks.
+/// back to their inner activations. `None` where `point` is not a sum over ranks.
 pub fn partial_inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
     match op {

@@ -1,7 +1,6 @@
 //! One operation at a time, from the inputs that a target captured. The target runs once, untouched; each of its
-//! operations is then judged
-//! on its own inputs, so that errors do not travel. The same door gives the partial sums that each rank should have
-//! contributed.
+//! operations is then judged on its own inputs, so that errors do not travel. The same door gives the partial sums that
+//! each rank should have contributed.
 
 use std::fmt;
 
@@ -84,9 +83,8 @@ impl From<RefError> for ReplayError {
 pub type Captured<'a> = &'a dyn Fn(&str) -> Option<ArrayD<f32>>;
 
 /// Recomputes `point` for the rows (tokens) `rows` from the captured inputs that
-/// [`inputs_of`](crate::points::inputs_of) names. The result is
-/// \[rows, ..\] with the axes of [`row_shape`]. Choices (`index_topk`, `expert_ids`) are the exact ones for the
-/// captured scores.
+/// [`inputs_of`](crate::points::inputs_of) names. The result is \[rows, ..\] with the axes of [`row_shape`]. Choices
+/// (`index_topk`, `expert_ids`) are the exact ones for the captured scores.
 ///
 /// # Errors
 /// [`ReplayError`]: an unknown point, an input that is missing or malformed, a row out of range, or unreadable weights.
@@ -104,8 +102,8 @@ pub fn replay(
 }
 
 /// The partial sums of `point` that ranks 0 .. `tp` should contribute, each \[rows, hidden\], by the rules of
-/// [`slice`](crate::slice), from the captured
-/// inputs that [`partial_inputs_of`] names. Their sum is the result of [`replay`], but for rounding.
+/// [`slice`](crate::slice), from the captured inputs that [`partial_inputs_of`] names. Their sum is the result of
+/// [`replay`], but for rounding.
 ///
 /// # Errors
 /// As for [`replay`]; a point that is not a sum over ranks; a degree that does not divide the axis.

@@ -1,12 +1,10 @@
 //! The oracle's own rules for tensor parallelism: which part of a parameter a rank must hold, and the file bytes of
-//! that part. A check
-//! of the engine's ranks compares the bytes read back from them with [`cut`], so nothing here may come from the
-//! engine's plan.
+//! that part. A check of the engine's ranks compares the bytes read back from them with [`cut`], so nothing here may
+//! come from the engine's plan.
 //!
 //! Rules: query heads, key and value heads by head; both halves of a gated unit by output row, each part alone; the
-//! projections that
-//! follow them by input column; experts likewise, or whole; the vocabulary by row, padded; everything else on every
-//! rank.
+//! projections that follow them by input column; experts likewise, or whole; the vocabulary by row, padded; everything
+//! else on every rank.
 
 use std::ops::Range;
 
@@ -110,13 +108,11 @@ pub fn placement(c: &RefConfig, param: Param, split: Split) -> Result<Placement,
 }
 
 /// Cuts a rank's part out of the file's tensor for `param` (see [`file_tensor`](crate::weights::file_tensor)). Blocks
-/// are never changed:
-/// where a column range begins or ends inside a block, the whole block is in the cut.
+/// are never changed: where a column range begins or ends inside a block, the whole block is in the cut.
 ///
 /// # Errors
 /// As for [`placement`]; a type without a known layout; a tensor whose bytes do not fit its shape or whose axes do not
-/// hold the part (such as
-/// whole experts of a file that has one tensor per expert).
+/// hold the part (such as whole experts of a file that has one tensor per expert).
 pub fn cut(c: &RefConfig, param: Param, tensor: &RawTensor<'_>, split: Split) -> Result<Cut, RefError> {
     let name = format!("{param:?}");
     let placement = placement(c, param, split)?;

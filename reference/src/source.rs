@@ -1,8 +1,6 @@
 //! The oracle's only contract with the outside: metadata and tensors of one model by name, as the file has them.
-//! Whoever opens
-//! containers implements [`RawModel`]; nothing here interprets a value, so a mistake in the engine's reading of names,
-//! types or sizes
-//! cannot reach the oracle through this door.
+//! Whoever opens containers implements [`RawModel`]; nothing here interprets a value, so a mistake in the engine's
+//! reading of names, types or sizes cannot reach the oracle through this door.
 
 use std::borrow::Cow;
 

@@ -1,8 +1,6 @@
 //! Weights as the operations want them: plain f32 arrays of unfused parameters. [`Weights`] is a trait so that a
-//! hypothesis about a fault
-//! can stand between the model and the oracle and hand in altered arrays; [`ModelWeights`] reads them from a file, one
-//! layer at a time,
-//! and decodes only the experts that are asked for.
+//! hypothesis about a fault can stand between the model and the oracle and hand in altered arrays; [`ModelWeights`]
+//! reads them from a file, one layer at a time, and decodes only the experts that are asked for.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -79,8 +77,7 @@ pub fn shape(c: &RefConfig, param: Param) -> Vec<usize> {
 }
 
 /// The file's tensor for a parameter and its name, shape checked; a stack holds all experts, elsewhere `expert` picks
-/// the tensor. `None`
-/// where `KB` or `VB` has no tensor of its own, because the file keeps `kv_b` whole.
+/// the tensor. `None` where `KB` or `VB` has no tensor of its own, because the file keeps `kv_b` whole.
 ///
 /// # Errors
 /// The tensor is missing, or its shape or byte count is wrong.
@@ -191,7 +188,8 @@ impl<'a> ModelWeights<'a> {
         if let Some(plain) = lock().kept.get(&key) {
             return Ok(plain.clone());
         }
-        let plain = read()?; // outside the lock: other threads may read meanwhile, and a value read twice is the same value
+        // Outside the lock: other threads may read meanwhile, and a value read twice is the same value.
+        let plain = read()?;
         let bytes = 4 * match &plain {
             Plain::Vector(a) => a.len(),
             Plain::Matrix(a) => a.len(),

@@ -12,6 +12,7 @@ use super::{CheckpointError, TensorSource, View};
 use crate::gguf::{Array, Value};
 use crate::model::Metadata;
 use crate::quant::{QuantType, TypeInfo};
+use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 /// True for a folder that holds a `config.json`.
 pub fn is_folder(path: &Path) -> bool {
@@ -32,6 +33,7 @@ pub struct HfFolder {
     tensors: HashMap<String, Entry>,
     order: Vec<String>,
     config: Config,
+    folder: PathBuf,
 }
 
 /// Flattened `config.json`.
@@ -61,7 +63,13 @@ impl HfFolder {
         let config = read_json(&config_path)?;
         let mut flat = HashMap::new();
         flatten("", &config, &mut flat);
-        let mut this = HfFolder { files: Vec::new(), tensors: HashMap::new(), order: Vec::new(), config: Config(flat) };
+        let mut this = HfFolder {
+            files: Vec::new(),
+            tensors: HashMap::new(),
+            order: Vec::new(),
+            config: Config(flat),
+            folder: folder.into(),
+        };
         for path in shard_files(folder)? {
             this.add(path)?;
         }
@@ -180,5 +188,21 @@ impl TensorSource for HfFolder {
     }
     fn naming(&self) -> Naming {
         Naming::Hf
+    }
+    fn tokenizer_spec(&self) -> Result<TokenizerSpec, TokenizeError> {
+        let read = |name: &str| std::fs::read_to_string(self.folder.join(name)).ok();
+        let Some(tokenizer) = read("tokenizer.json") else {
+            return Err(TokenizeError::Metadata {
+                key: self.folder.join("tokenizer.json").display().to_string(),
+                expected: "a readable file".into(),
+                found: "none".into(),
+            });
+        };
+        let (config, generation) = (read("tokenizer_config.json"), read("generation_config.json"));
+        let mut spec = TokenizerSpec::from_hf(&tokenizer, config.as_deref(), generation.as_deref())?;
+        if spec.chat_template.is_none() {
+            spec.chat_template = read("chat_template.jinja");
+        }
+        Ok(spec)
     }
 }

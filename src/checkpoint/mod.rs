@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use crate::gguf::{Gguf, GgufError, Value};
 use crate::model::{Config, ConfigError, Kind, Metadata, Param};
 use crate::quant::{QuantError, QuantType, TypeInfo, dequantise};
+use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 pub use coverage::{Coverage, Mtp};
 pub use names::{Binding, Naming};
@@ -68,6 +69,11 @@ pub trait TensorSource: Send + Sync {
     fn metadata(&self) -> &dyn Metadata;
     /// How its tensors are named.
     fn naming(&self) -> Naming;
+    /// The tokenizer as the container describes it.
+    ///
+    /// # Errors
+    /// Absent or malformed metadata or files.
+    fn tokenizer_spec(&self) -> Result<TokenizerSpec, TokenizeError>;
     /// The container, when it is a GGUF.
     fn gguf(&self) -> Option<&Gguf> {
         None
@@ -99,6 +105,9 @@ impl TensorSource for Gguf {
     }
     fn naming(&self) -> Naming {
         Naming::Gguf
+    }
+    fn tokenizer_spec(&self) -> Result<TokenizerSpec, TokenizeError> {
+        TokenizerSpec::from_gguf(self)
     }
     fn gguf(&self) -> Option<&Gguf> {
         Some(self)
@@ -167,6 +176,14 @@ impl Checkpoint {
     /// The tensors and metadata underneath.
     pub fn source(&self) -> &dyn TensorSource {
         self.source.as_ref()
+    }
+
+    /// The tokenizer as the model's files describe it.
+    ///
+    /// # Errors
+    /// Absent or malformed tokenizer metadata or files.
+    pub fn tokenizer_spec(&self) -> Result<TokenizerSpec, TokenizeError> {
+        self.source.tokenizer_spec()
     }
 
     /// How `param` is stored, if it is.

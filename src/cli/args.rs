@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Verifies a GGUF mixture-of-experts model against a reference, layer by layer, on any number of ranks, and names the
 /// fault it finds.
@@ -22,6 +22,10 @@ const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 a fault was found; 2 usag
 pub enum Command {
     /// What is in the file, how it maps to parameters, what each rank will hold
     Inspect(InspectArgs),
+    /// Text to the terminal: a chat turn, or a plain completion with --raw
+    Generate(GenerateArgs),
+    /// Decode and prefill speed, and where a step's time goes
+    Bench(BenchArgs),
 }
 
 /// Which model.
@@ -50,4 +54,87 @@ pub struct InspectArgs {
     /// List every parameter instead of one line per kind
     #[arg(long)]
     pub all: bool,
+}
+
+/// What queries attend to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum AttentionArg {
+    /// The keys that the indexer chooses, as the model was trained
+    Dsa,
+    /// All keys: exact up to top-k tokens, beyond that another model
+    Dense,
+}
+
+/// How the engine runs.
+#[derive(Debug, Clone, Args)]
+pub struct EngineArgs {
+    /// What queries attend to
+    #[arg(long, value_enum, default_value = "dsa")]
+    pub attention: AttentionArg,
+    /// Longest prefill step in tokens
+    #[arg(long, value_name = "TOKENS")]
+    pub chunk: Option<usize>,
+}
+
+/// `generate`.
+#[derive(Debug, Clone, Args)]
+pub struct GenerateArgs {
+    /// The model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// The user's turn, or the text to continue with --raw
+    pub prompt: String,
+    /// Continue the text as it is, without the chat template
+    #[arg(long)]
+    pub raw: bool,
+    /// A system message before the user's turn
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    pub system: Option<String>,
+    /// Tensor-parallel ranks
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub tp: usize,
+    /// The engine.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Most tokens to generate
+    #[arg(short = 'n', long, default_value_t = 256, value_name = "N")]
+    pub max_tokens: usize,
+    /// 0 is greedy
+    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    pub temperature: f32,
+    /// Keep the K most likely tokens; 0 keeps all
+    #[arg(long, default_value_t = 0, value_name = "K")]
+    pub top_k: usize,
+    /// Keep the most likely tokens until their probabilities reach P
+    #[arg(long, default_value_t = 1.0, value_name = "P")]
+    pub top_p: f32,
+    /// Drop tokens less likely than this share of the most likely one
+    #[arg(long, default_value_t = 0.0, value_name = "P")]
+    pub min_p: f32,
+    /// Seed of the sampler
+    #[arg(long, default_value_t = 0, value_name = "SEED")]
+    pub seed: u64,
+}
+
+/// `bench`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// The model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tensor-parallel ranks
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub tp: usize,
+    /// The engine.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Prompt tokens of the prefill measurement, and the context that decode starts from
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    pub prompt: usize,
+    /// Decode steps per repetition
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    pub steps: usize,
+    /// Repetitions; medians and spread are over these
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub repeat: usize,
 }

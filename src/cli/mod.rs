@@ -1,13 +1,17 @@
 //! The commands: one file each. `args` says what was typed; the rest does it and returns an exit code.
 
 pub mod args;
+mod bench;
+mod generate;
 mod inspect;
 
 use std::io::Write;
 
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::engine::{Attention, EngineError, Options};
 use crate::shard::ShardError;
-use args::{Cli, Command};
+use crate::tokenize::TokenizeError;
+use args::{AttentionArg, Cli, Command, EngineArgs};
 
 /// How a command ended, in the exit-code contract of the README.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +46,12 @@ pub enum CliError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Shard(#[from] ShardError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error("tokenizer: {0}")]
+    Tokenize(#[from] TokenizeError),
+    #[error("{0}")]
+    Usage(String),
     #[error("cannot write the output: {0}")]
     Output(#[from] std::io::Error),
     #[error("cannot write the output: {0}")]
@@ -66,5 +76,23 @@ impl CliError {
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, out),
+        Command::Generate(args) => generate::run(&args, out),
+        Command::Bench(args) => bench::run(&args, out),
     }
+}
+
+/// The engine's options for one sequence, as typed.
+fn options(checkpoint: &Checkpoint, args: &EngineArgs) -> Result<Options, CliError> {
+    let mut options = Options::for_one(checkpoint.config());
+    options.attention = match args.attention {
+        AttentionArg::Dsa => Attention::Dsa,
+        AttentionArg::Dense => Attention::Dense,
+    };
+    if let Some(chunk) = args.chunk {
+        if chunk == 0 {
+            return Err(CliError::Usage("--chunk: expected at least 1 token, found 0".into()));
+        }
+        options.chunk = chunk.min(options.cache_tokens);
+    }
+    Ok(options)
 }

@@ -59,8 +59,7 @@ impl Threads {
             let left = self.timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
                 let absent: Vec<usize> = (0..state.arrived.len()).filter(|r| !state.arrived[*r]).collect();
-                let error =
-                    CommError::Timeout { rank, absent, site: site.to_string(), waited: self.timeout };
+                let error = CommError::Timeout { rank, absent, site: site.to_string(), waited: self.timeout };
                 state.aborted = Some(error.to_string());
                 self.changed.notify_all();
                 return Err(error);

@@ -7,11 +7,7 @@ use super::{Engine, EngineError};
 ///
 /// # Errors
 /// Failures of the engine, and a prompt without room.
-pub fn generate(
-    engine: &mut Engine,
-    request: Request,
-    on_token: &mut dyn FnMut(u32),
-) -> Result<Finish, EngineError> {
+pub fn generate(engine: &mut Engine, request: Request, on_token: &mut dyn FnMut(u32)) -> Result<Finish, EngineError> {
     let mut scheduler = Scheduler::default();
     scheduler.add(engine, request)?;
     while scheduler.is_busy() {

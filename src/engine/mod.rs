@@ -138,13 +138,8 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let config = checkpoint.config().clone();
         let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
-        let room = Room {
-            tokens: options.chunk,
-            sequences: options.sequences,
-            logits: options.chunk,
-            pages,
-            page: PAGE,
-        };
+        let room =
+            Room { tokens: options.chunk, sequences: options.sequences, logits: options.chunk, pages, page: PAGE };
         let mut ranks = Vec::with_capacity(devices.len());
         for (rank, device) in devices.into_iter().enumerate() {
             let (checkpoint, plan, comm) = (checkpoint.clone(), plan.clone(), comm.clone());

@@ -142,11 +142,8 @@ impl Scheduler {
                 let token = s.sampler.sample(logits);
                 s.ids.push(token);
                 let full = s.ids.len() - s.prompt >= s.request.most || s.ids.len() >= context;
-                let finish = if s.request.stop.contains(&token) {
-                    Some(Finish::Stop)
-                } else {
-                    full.then_some(Finish::Length)
-                };
+                let finish =
+                    if s.request.stop.contains(&token) { Some(Finish::Stop) } else { full.then_some(Finish::Length) };
                 events.push(Event { sequence: s.number, token, finish });
             }
         }

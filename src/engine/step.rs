@@ -304,7 +304,14 @@ impl<D: Device> Forward<D> {
         // Queries: latent, norm, heads of [nope | rope].
         let w = self.weights.vector(q_a_norm);
         self.device.rms_norm(
-            at(Point::QANorm), &self.work.qkv_a, q_a_cols, w, latent_eps, n, &mut self.work.q_a_norm, 0,
+            at(Point::QANorm),
+            &self.work.qkv_a,
+            q_a_cols,
+            w,
+            latent_eps,
+            n,
+            &mut self.work.q_a_norm,
+            0,
         )?;
         probe.values(self, Point::QANorm, here, n, |w| (&mut w.q_a_norm, 0))?;
         let w = self.weights.weight(q_b);
@@ -324,7 +331,15 @@ impl<D: Device> Forward<D> {
         self.device.rope(at(Point::KRope), &mut self.work.kv, one, base, &self.inputs, n)?;
         probe.values(self, Point::KRope, here, n, |w| (&mut w.kv, kv_lora))?;
         let width = kv_lora + rope;
-        self.device.append(at(Point::KRope), &mut self.latent_cache, layer, &self.work.kv, 0..width, &self.inputs, n)?;
+        self.device.append(
+            at(Point::KRope),
+            &mut self.latent_cache,
+            layer,
+            &self.work.kv,
+            0..width,
+            &self.inputs,
+            n,
+        )?;
 
         // Absorbed queries.
         let w = self.weights.weight(k_b);
@@ -341,8 +356,18 @@ impl<D: Device> Forward<D> {
         let chosen = sparse.then_some(&self.work.chosen);
         let scale = self.config.softmax_scale();
         self.device.attend(
-            at(Point::Latent), &self.latent_cache, layer, &self.work.q_latent, latent_heads, &self.work.q_b, rope_heads, scale,
-            chosen, &self.inputs, n, &mut self.work.latent,
+            at(Point::Latent),
+            &self.latent_cache,
+            layer,
+            &self.work.q_latent,
+            latent_heads,
+            &self.work.q_b,
+            rope_heads,
+            scale,
+            chosen,
+            &self.inputs,
+            n,
+            &mut self.work.latent,
         )?;
         probe.values(self, Point::Latent, here, n, |w| (&mut w.latent, 0))?;
         let w = self.weights.weight(v_b);
@@ -395,8 +420,18 @@ impl<D: Device> Forward<D> {
             false => None,
         };
         self.device.index_top_k(
-            at(Point::IndexTopk), &self.index_cache, layer, &self.work.q_b, q_heads, &self.work.qkv_a, weight_cols, &self.inputs,
-            n, top_k, &mut self.work.chosen, scores.as_mut(),
+            at(Point::IndexTopk),
+            &self.index_cache,
+            layer,
+            &self.work.q_b,
+            q_heads,
+            &self.work.qkv_a,
+            weight_cols,
+            &self.inputs,
+            n,
+            top_k,
+            &mut self.work.chosen,
+            scores.as_mut(),
         )?;
         if let Some(buf) = &mut scores {
             let mut values = self.device.read(buf, n, 0..longest)?;
@@ -434,14 +469,29 @@ impl<D: Device> Forward<D> {
                 let shared_width = self.config.shared_ffn() / self.tp;
                 if let Some((gate_up, _)) = shared {
                     let w = self.weights.weight(gate_up);
-                    self.device.matmul(at(Point::Hidden), w, &self.work.norm, 0..hidden, n, &mut self.work.gate_up, 0)?;
+                    self.device.matmul(
+                        at(Point::Hidden),
+                        w,
+                        &self.work.norm,
+                        0..hidden,
+                        n,
+                        &mut self.work.gate_up,
+                        0,
+                    )?;
                     let (x, out) = (&self.work.gate_up, &mut self.work.hidden);
                     self.device.swiglu(at(Point::Hidden), x, shared_width, n, out, slots * width)?;
                 }
                 probe.values(self, Point::Hidden, here, n, |w| (&mut w.hidden, 0))?;
                 let w = self.weights.weight(down);
                 self.device.experts_down(
-                    at(Point::Routed), w, &self.work.hidden, &self.work.expert_ids, &self.work.expert_weights, slots, width, n,
+                    at(Point::Routed),
+                    w,
+                    &self.work.hidden,
+                    &self.work.expert_ids,
+                    &self.work.expert_weights,
+                    slots,
+                    width,
+                    n,
                     &mut self.work.routed,
                 )?;
                 probe.values(self, Point::Routed, here, n, |w| (&mut w.routed, 0))?;
@@ -472,7 +522,15 @@ impl<D: Device> Forward<D> {
         let here = Some(layer);
         let hidden = self.config.hidden;
         let w = self.weights.weight(router);
-        self.device.matmul(at(Point::RouterLogits), w, &self.work.norm, 0..hidden, n, &mut self.work.router_logits, 0)?;
+        self.device.matmul(
+            at(Point::RouterLogits),
+            w,
+            &self.work.norm,
+            0..hidden,
+            n,
+            &mut self.work.router_logits,
+            0,
+        )?;
         probe.values(self, Point::RouterLogits, here, n, |w| (&mut w.router_logits, 0))?;
         let (c, b) = (&self.config, self.weights.vector(bias));
         let (scores, ids) = (&mut self.work.choice_scores, &mut self.work.expert_ids);

@@ -97,12 +97,7 @@ impl<D: Device> Weights<D> {
     ///
     /// # Errors
     /// Parameters that are missing, of the wrong shape or of an unreadable type; a device that refuses them.
-    pub fn load(
-        checkpoint: &Checkpoint,
-        plan: &dyn ShardPlan,
-        device: &D,
-        rank: usize,
-    ) -> Result<Self, EngineError> {
+    pub fn load(checkpoint: &Checkpoint, plan: &dyn ShardPlan, device: &D, rank: usize) -> Result<Self, EngineError> {
         let c = checkpoint.config();
         let mut loader =
             Loader { checkpoint, plan, device, rank, weights: Vec::new(), vectors: Vec::new(), held: HashMap::new() };

@@ -1,7 +1,7 @@
 //! Reading and replacing activations while the forward pass runs. A step without a listener pays nothing.
 
-pub mod points;
 pub mod capture;
+pub mod points;
 
 pub use capture::{Capture, Captured, Values};
 pub use points::{Layout, Point};

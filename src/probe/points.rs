@@ -95,10 +95,7 @@ impl Point {
 
     /// True for the points of the indexer.
     pub fn is_indexer(self) -> bool {
-        matches!(
-            self,
-            Point::IndexQ | Point::IndexK | Point::IndexWeights | Point::IndexScores | Point::IndexTopk
-        )
+        matches!(self, Point::IndexQ | Point::IndexK | Point::IndexWeights | Point::IndexScores | Point::IndexTopk)
     }
 
     /// How the values are spread over ranks.

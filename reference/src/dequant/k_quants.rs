@@ -1,6 +1,6 @@
 //! The 256-wide formats: a super-block of sub-blocks, each with its own small scale (and minimum) that one or two half-
-//! precision numbers
-//! multiply. The order of the roundings is part of the format: (d * scale) is rounded before it meets q.
+//! precision numbers multiply. The order of the roundings is part of the format: (d * scale) is rounded before it meets
+//! q.
 
 use super::half;
 

@@ -1,6 +1,5 @@
 //! Block formats, decoded to the exact f32 values that ggml's own arithmetic gives. Written from the layouts alone and
-//! kept plain, so
-//! that the engine's fast decoders have something independent to be compared with, bit for bit.
+//! kept plain, so that the engine's fast decoders have something independent to be compared with, bit for bit.
 
 mod codebook;
 mod k_quants;

@@ -1,6 +1,5 @@
 //! Plain floats, and the 32-wide formats with one scale (and one minimum) per block. Byte j of a nibble array holds
-//! value j in its low
-//! half and value j + 16 in its high half.
+//! value j in its low half and value j + 16 in its high half.
 
 use super::half;
 

@@ -1,0 +1,89 @@
+//! `lockstep generate`: a chat turn or a completion, streamed to the terminal.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::args::GenerateArgs;
+use super::{CliError, Exit, options};
+use crate::checkpoint::Checkpoint;
+use crate::engine::Engine;
+use crate::engine::generate::generate;
+use crate::engine::sampler::Sampling;
+use crate::engine::scheduler::{Finish, Request};
+use crate::tokenize::{ChatMessage, Tokenizer};
+
+pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
+    let spec = checkpoint.tokenizer_spec()?;
+    let tokenizer = Tokenizer::new(&spec)?;
+    let prompt = if args.raw {
+        tokenizer.prompt_ids(&args.prompt)?
+    } else {
+        let system = args.system.iter().map(|text| ChatMessage::new("system", text));
+        let messages: Vec<ChatMessage> = system.chain([ChatMessage::new("user", &args.prompt)]).collect();
+        tokenizer.chat_ids(&messages, true, &serde_json::Map::new())?
+    };
+    let prompt_tokens = prompt.len();
+    let mut engine = Engine::cpu(checkpoint.clone(), args.tp, options(&checkpoint, &args.engine)?)?;
+    let stops = tokenizer.stop_ids();
+    if let Some(warning) = &stops.warning {
+        writeln!(std::io::stderr(), "lockstep: {warning}")?;
+    }
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        seed: args.seed,
+    };
+    let stop = stops.ids.iter().map(|s| s.id).collect();
+    let request = Request { prompt, most: args.max_tokens, stop, sampling };
+    let mut stream = tokenizer.stream();
+    let (mut text, mut ids) = (String::new(), Vec::new());
+    let (mut written, mut first) = (Ok(()), None);
+    let start = Instant::now();
+    let finish = generate(&mut engine, request, &mut |token| {
+        first.get_or_insert_with(|| start.elapsed());
+        ids.push(token);
+        if let Some(piece) = stream.push(token) {
+            if !args.model.json && written.is_ok() {
+                written = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+            }
+            text.push_str(&piece);
+        }
+    })?;
+    written?;
+    let rest = stream.finish();
+    text.push_str(&rest);
+    let elapsed = start.elapsed();
+    let reason = match finish {
+        Finish::Stop => "stop",
+        Finish::Length => "length",
+    };
+    let prefill = first.unwrap_or(elapsed);
+    let decode = (ids.len() as f64 - 1.0).max(0.0) / (elapsed - prefill).as_secs_f64().max(1e-9);
+    if args.model.json {
+        let document = json!({
+            "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
+            "attention": engine.options().attention.name(), "tp": engine.tp(), "seed": args.seed,
+            "prefill_seconds": prefill.as_secs_f64(), "decode_tokens_per_second": decode,
+        });
+        serde_json::to_writer_pretty(&mut *out, &document)?;
+        writeln!(out)?;
+    } else {
+        writeln!(out, "{rest}")?;
+        writeln!(
+            std::io::stderr(),
+            "[{prompt_tokens} prompt tokens in {:.0} ms; {} tokens at {decode:.0} tokens/s; finish: {reason}; \
+             attention: {}; tp {}]",
+            prefill.as_secs_f64() * 1e3,
+            ids.len(),
+            engine.options().attention.name(),
+            engine.tp()
+        )?;
+    }
+    Ok(Exit::Ok)
+}

@@ -1,0 +1,150 @@
+//! Hostile files: cut, flipped, swapped, mislabelled. Each must be refused with the file, the place, what was expected and
+//! what was found; none may panic, take memory by an unchecked number, or write to stdout.
+
+mod common;
+#[path = "hostile/config.rs"]
+mod config;
+#[path = "hostile/container.rs"]
+mod container;
+#[path = "hostile/folders.rs"]
+mod folders;
+#[path = "hostile/sets.rs"]
+mod sets;
+
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use common::{inspect, pico_shard, tiny};
+use lockstep::checkpoint::Checkpoint;
+
+/// One hostile file or folder.
+pub struct Case {
+    /// What was done to it.
+    name: String,
+    /// What is opened.
+    path: PathBuf,
+    /// What the message must name: the file or shard at fault, and the place in it.
+    want: Vec<String>,
+}
+
+/// Cases as they are made: each gets its own folder, since shards are found by name.
+pub struct Cases {
+    root: tempfile::TempDir,
+    all: Vec<Case>,
+}
+
+impl Cases {
+    fn new() -> Self {
+        Cases { root: tempfile::tempdir().unwrap(), all: Vec::new() }
+    }
+
+    /// A new empty folder.
+    fn folder(&self) -> PathBuf {
+        let folder = self.root.path().join(format!("{:03}", self.all.len()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    /// A case that is one file with these bytes.
+    fn file(&mut self, name: impl Into<String>, file: &str, bytes: &[u8], want: &[&str]) {
+        let path = common::put(&self.folder(), file, bytes);
+        self.path(name, path, want, file);
+    }
+
+    /// A case of files that stand already; the message must name `culprit`.
+    fn path(&mut self, name: impl Into<String>, path: PathBuf, want: &[&str], culprit: &str) {
+        let want = want.iter().copied().chain([culprit]).map(str::to_string).collect();
+        self.all.push(Case { name: name.into(), path, want });
+    }
+}
+
+/// Runs the binary with at most `limit_kib` of private memory (heap, stacks, private maps; file maps do not count).
+fn inspect_within(limit_kib: u64, model: &Path) -> common::Run {
+    let script = format!("ulimit -d {limit_kib} && exec \"$0\" inspect -m \"$1\"");
+    common::run(Command::new("sh").arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_lockstep")).arg(model))
+}
+
+const LIMIT_KIB: u64 = 200 * 1000;
+
+fn faults_of(case: &Case, message: &str) -> Vec<String> {
+    let mut faults: Vec<String> =
+        case.want.iter().filter(|w| !message.contains(w.as_str())).map(|w| format!("does not name {w:?}")).collect();
+    // What the operating system refuses is told in its own words.
+    if !message.contains("(os error") {
+        faults.extend(["expected", "found"].iter().filter(|w| !message.contains(*w)).map(|w| format!("no {w:?}")));
+    }
+    faults
+}
+
+#[test]
+fn every_hostile_file_is_refused_with_its_place() {
+    let mut cases = Cases::new();
+    container::cuts(&mut cases);
+    container::lengths(&mut cases);
+    container::entries(&mut cases);
+    container::magics(&mut cases);
+    container::huge(&mut cases);
+    sets::add(&mut cases);
+    config::add(&mut cases);
+    folders::add(&mut cases);
+    let mut failures = Vec::new();
+    let started = Instant::now();
+    for case in &cases.all {
+        let mut fail = |what: String| failures.push(format!("{}: {what}", case.name));
+        let opened = catch_unwind(|| Checkpoint::open(Some(&case.path)).map(|_| ()).map_err(|e| e.to_string()));
+        match opened {
+            Err(_) => fail("panicked".into()),
+            Ok(Ok(())) => fail("was accepted".into()),
+            Ok(Err(message)) => {
+                for fault in faults_of(case, &message) {
+                    fail(format!("{fault} in: {message}"));
+                }
+            }
+        }
+    }
+    let in_process = started.elapsed();
+    for case in &cases.all {
+        let mut fail = |what: String| failures.push(format!("{}: binary: {what}", case.name));
+        let run = inspect_within(LIMIT_KIB, &case.path);
+        if run.code != Some(2) {
+            fail(format!("exit {:?} within {LIMIT_KIB} KiB: {}", run.code, run.stderr));
+        }
+        if !run.stdout.is_empty() {
+            fail(format!("wrote to stdout: {}", run.stdout));
+        }
+        if run.stderr.contains("panicked") || !run.stderr.starts_with("lockstep: ") {
+            fail(format!("stderr: {}", run.stderr));
+        }
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+    let total = started.elapsed();
+    eprintln!("{} hostile cases; in process {in_process:?}, the binary {:?}", cases.all.len(), total - in_process);
+    assert!(cases.all.len() >= 200, "only {} cases", cases.all.len());
+}
+
+/// The negative twin: the files that the cases were made from are accepted, under the same limit.
+#[test]
+fn unharmed_files_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let single = tiny().write(folder.path(), "tiny.gguf");
+    let set = tempfile::tempdir().unwrap();
+    let shards = common::write_set(set.path(), "tiny", &tiny().shards(30));
+    let hf = tempfile::tempdir().unwrap();
+    folders::write_valid(hf.path());
+    let all = [single, shards[0].clone(), shards[2].clone(), set.path().into(), hf.path().into()];
+    for path in all.into_iter().chain((1..=4).map(pico_shard)) {
+        inspect_within(LIMIT_KIB, &path).exits(0).says("Whole: ");
+    }
+}
+
+/// The memory limit of the cases is a real one: a fraction of it stops the same binary on a good file.
+#[test]
+fn the_memory_limit_bites() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = tiny().write(folder.path(), "tiny.gguf");
+    let run = inspect_within(64, &path);
+    assert_ne!(run.code, Some(0), "{}", run.stdout);
+    inspect(&path, &[]).exits(0);
+}

@@ -13,3 +13,4 @@ pub mod quant;
 pub mod report;
 pub mod shard;
 pub mod tokenize;
+pub mod verify;

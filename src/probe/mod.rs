@@ -2,9 +2,11 @@
 
 pub mod capture;
 pub mod points;
+pub mod trace;
 
 pub use capture::{Capture, Captured, Values};
 pub use points::{Layout, Point};
+pub use trace::Trace;
 
 /// What a listener sees at a point: one rank's values of the step's tokens.
 pub struct Visit<'a> {

@@ -1,0 +1,92 @@
+//! A run's captures by point: every rank's own, and the whole that a reader of the paper would expect.
+
+use std::collections::HashMap;
+
+use super::capture::{Captured, UnshardError, Values, unshard};
+use super::points::{Layout, Point};
+use crate::engine::Attention;
+
+/// The captures of one prompt of one sequence, from our engine or from somebody's dump. Row `i` of every point is
+/// position `i` (logits: the rows asked for, which are all of them here).
+#[derive(Clone, Debug)]
+pub struct Trace {
+    /// Who made it, for messages.
+    pub producer: String,
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// Ranks.
+    pub tp: usize,
+    /// What queries attended to.
+    pub attention: Attention,
+    ranks: HashMap<(Point, Option<usize>), Vec<Captured>>,
+}
+
+impl Trace {
+    /// From each rank's captures, in rank order.
+    pub fn new(producer: String, ids: Vec<u32>, attention: Attention, captured: Vec<Vec<Captured>>) -> Self {
+        let tp = captured.len();
+        let mut ranks: HashMap<(Point, Option<usize>), Vec<Captured>> = HashMap::new();
+        for c in captured.into_iter().flatten() {
+            ranks.entry((c.point, c.layer)).or_default().push(c);
+        }
+        Trace { producer, ids, tp, attention, ranks }
+    }
+
+    /// Adds the captures of another run of the same prompt (other layers).
+    pub fn extend(&mut self, other: Trace) {
+        self.ranks.extend(other.ranks);
+    }
+
+    /// The points that were captured on every rank, in the order of the forward pass.
+    pub fn points(&self) -> Vec<(Point, Option<usize>)> {
+        let complete = self.ranks.iter().filter(|(_, c)| c.len() == self.tp);
+        let mut points: Vec<(Point, Option<usize>)> = complete.map(|(p, _)| *p).collect();
+        points.sort_by_key(|(p, layer)| match p {
+            Point::Embed => (0, 0, *p),
+            p if p.is_global() => (2, 0, *p),
+            p => (1, layer.unwrap_or(0), *p),
+        });
+        points
+    }
+
+    /// Every rank's captures of a point.
+    pub fn ranks(&self, point: Point, layer: Option<usize>) -> Option<&[Captured]> {
+        self.ranks.get(&(point, layer)).map(Vec::as_slice).filter(|c| c.len() == self.tp)
+    }
+
+    /// All ranks' captures put together; replicated copies must agree.
+    ///
+    /// # Errors
+    /// See [`unshard`].
+    pub fn whole(&self, point: Point, layer: Option<usize>) -> Result<Captured, UnshardError> {
+        let ranks = self.ranks(point, layer).unwrap_or_default();
+        unshard(&ranks.iter().collect::<Vec<_>>())
+    }
+
+    /// The point as `rank` sees it: its own copy of a replicated one, everybody's parts of any other.
+    ///
+    /// # Errors
+    /// See [`unshard`].
+    pub fn seen_by(&self, rank: usize, point: Point, layer: Option<usize>) -> Result<Captured, UnshardError> {
+        let ranks = self.ranks(point, layer).unwrap_or_default();
+        match (point.layout(), ranks.get(rank)) {
+            (Layout::Replicated, Some(own)) => Ok(own.clone()),
+            _ => unshard(&ranks.iter().collect::<Vec<_>>()),
+        }
+    }
+}
+
+impl Captured {
+    /// The values as f32, indices widened.
+    pub fn as_f32(&self) -> Vec<f32> {
+        match &self.values {
+            Values::F32(v) => v.clone(),
+            Values::I32(v) => v.iter().map(|i| *i as f32).collect(),
+        }
+    }
+
+    /// Values of one token's row.
+    pub fn row_len(&self) -> usize {
+        self.shape.iter().product()
+    }
+}

@@ -1,0 +1,153 @@
+//! The noise floor: what a correct run of the recipe may differ from the truth, measured on the very same inputs.
+//!
+//! Per operation, r is the reference in f64 and b_1..b_k are runs of the target's recipe in legitimate orders. sigma is
+//! one number per token row: the largest |b - r| over the row and all b, at least 2 ulp of the row's largest |r|. For a
+//! slice S of values, phi(S) = sqrt(sum of sigma_i^2) and rho(S) = ||t - r||_S / phi(S). A slice of m values diverges
+//! when rho exceeds 1.5 (1 + 4 / sqrt(2 m)): 1.5 floors, and four standard deviations of a chi distribution for slices
+//! that are small.
+
+/// Slices smaller than this are shown and never decide.
+pub const LEAST_VALUES: usize = 32;
+
+/// The largest rho that a slice of `m` values may have.
+pub fn limit(m: usize) -> f64 {
+    1.5 * (1.0 + 4.0 / (2.0 * m.max(1) as f64).sqrt())
+}
+
+/// One unit in the last place of an f32 of this size.
+pub fn ulp_f32(x: f64) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return f64::from(f32::from_bits(1));
+    }
+    let exponent = x.abs().log2().floor().clamp(-126.0, 127.0);
+    (exponent - 23.0).exp2()
+}
+
+/// sigma of one row: its reference and the same row of every recipe run. Places where the reference is not finite do not
+/// count.
+pub fn sigma(reference: &[f64], runs: &[&[f64]]) -> f64 {
+    let finite = || reference.iter().enumerate().filter(|(_, r)| r.is_finite());
+    let largest = finite().map(|(_, r)| r.abs()).fold(0.0, f64::max);
+    let spread = runs.iter().flat_map(|b| finite().map(|(i, r)| (b[i] - r).abs())).filter(|d| d.is_finite());
+    spread.fold(2.0 * ulp_f32(largest), f64::max)
+}
+
+/// Squared error and squared floor of a set of values; slices are added up from these.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Energy {
+    /// Sum of (t - r)^2.
+    pub error: f64,
+    /// Sum of sigma_i^2.
+    pub floor: f64,
+    /// Sum of r^2, for the relative distance that people know.
+    pub reference: f64,
+    /// Values.
+    pub m: usize,
+    /// Values that are finite on one side only, or infinite with different signs.
+    pub misplaced: usize,
+}
+
+impl Energy {
+    /// Adds one value.
+    pub fn add(&mut self, target: f64, reference: f64, sigma: f64) {
+        if !target.is_finite() || !reference.is_finite() {
+            let same = target == reference || (target.is_nan() && reference.is_nan());
+            self.misplaced += usize::from(!same);
+            return;
+        }
+        self.error += (target - reference).powi(2);
+        self.floor += sigma * sigma;
+        self.reference += reference * reference;
+        self.m += 1;
+    }
+
+    /// Adds another set.
+    pub fn join(&mut self, other: Energy) {
+        self.error += other.error;
+        self.floor += other.floor;
+        self.reference += other.reference;
+        self.m += other.m;
+        self.misplaced += other.misplaced;
+    }
+
+    /// rho; infinite when a value is not finite where it should be.
+    pub fn rho(&self) -> f64 {
+        if self.misplaced > 0 {
+            return f64::INFINITY;
+        }
+        if self.error == 0.0 { 0.0 } else { (self.error / self.floor).sqrt() }
+    }
+
+    /// rho over its limit: above 1 it diverges.
+    pub fn share(&self) -> f64 {
+        self.rho() / limit(self.m)
+    }
+
+    /// Relative L2 distance.
+    pub fn relative(&self) -> f64 {
+        if self.misplaced > 0 { f64::INFINITY } else { (self.error / self.reference.max(f64::MIN_POSITIVE)).sqrt() }
+    }
+}
+
+/// Pools consecutive rows until each pool has enough values to decide; a rest too small joins the last pool. Returns
+/// (first row, last row, energy).
+pub fn pools(rows: &[Energy]) -> Vec<(usize, usize, Energy)> {
+    let mut pools: Vec<(usize, usize, Energy)> = Vec::new();
+    let mut open: Option<(usize, Energy)> = None;
+    for (i, row) in rows.iter().enumerate() {
+        let (first, mut energy) = open.take().unwrap_or((i, Energy::default()));
+        energy.join(*row);
+        if energy.m + energy.misplaced >= LEAST_VALUES {
+            pools.push((first, i, energy));
+        } else {
+            open = Some((first, energy));
+        }
+    }
+    if let Some((first, rest)) = open {
+        match pools.last_mut() {
+            Some((_, last, energy)) => {
+                energy.join(rest);
+                *last = rows.len() - 1;
+            }
+            None => pools.push((first, rows.len() - 1, rest)),
+        }
+    }
+    pools
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ulps() {
+        assert_eq!(ulp_f32(1.0), f64::from(f32::EPSILON));
+        assert_eq!(ulp_f32(1.9), f64::from(f32::EPSILON));
+        assert_eq!(ulp_f32(-2.0), 2.0 * f64::from(f32::EPSILON));
+        assert_eq!(ulp_f32(0.0), f64::from(f32::from_bits(1)));
+    }
+
+    #[test]
+    fn rho_counts_floors() {
+        let mut e = Energy::default();
+        for _ in 0..100 {
+            e.add(1.0 + 3e-6, 1.0, 1e-6);
+        }
+        assert!((e.rho() - 3.0).abs() < 1e-6);
+        assert!(e.share() > 1.0);
+        e.add(f64::NAN, 1.0, 1e-6);
+        assert_eq!(e.rho(), f64::INFINITY);
+        let mut same = Energy::default();
+        same.add(f64::NEG_INFINITY, f64::NEG_INFINITY, 1.0);
+        assert_eq!((same.rho(), same.m), (0.0, 0));
+    }
+
+    #[test]
+    fn small_rows_are_pooled() {
+        let row = |m| Energy { m, floor: m as f64, ..Energy::default() };
+        let pooled: Vec<(usize, usize, usize)> =
+            pools(&[row(16), row(16), row(16), row(40), row(8)]).iter().map(|(a, b, e)| (*a, *b, e.m)).collect();
+        assert_eq!(pooled, [(0, 1, 32), (2, 4, 64)]);
+        assert_eq!(pools(&[row(3)]).len(), 1);
+    }
+}

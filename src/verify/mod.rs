@@ -1,0 +1,30 @@
+//! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
+//! fault. One file per stage; each returns a [`StageReport`].
+
+pub mod floor;
+pub mod subject;
+pub mod verdict;
+
+pub use subject::{Engines, PlainEngines, Progress, Subject};
+pub use verdict::{Check, StageReport, Verdict};
+
+use crate::checkpoint::CheckpointError;
+use crate::engine::EngineError;
+
+/// Why a stage could not run at all (not: what it found).
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum VerifyError {
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error("reference: {0}")]
+    Reference(String),
+}
+
+impl From<lockstep_reference::RefError> for VerifyError {
+    fn from(e: lockstep_reference::RefError) -> Self {
+        VerifyError::Reference(e.to_string())
+    }
+}

@@ -1,0 +1,107 @@
+//! What is verified: a model, the engines made from it, and the prompt.
+
+use std::sync::Arc;
+
+use crate::checkpoint::Checkpoint;
+use crate::engine::batch::{Batch, Token};
+use crate::engine::{Attention, Engine, EngineError, Options};
+use crate::probe::capture::Filter;
+use crate::probe::{Capture, Point, Probe, Trace};
+
+/// Makes engines. The plain one is [`PlainEngines`]; fault injection hands in its own.
+pub trait Engines: Send + Sync {
+    /// An engine of `tp` ranks.
+    ///
+    /// # Errors
+    /// Everything that loading refuses.
+    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError>;
+}
+
+/// Engines without decoration.
+pub struct PlainEngines;
+
+impl Engines for PlainEngines {
+    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
+        Engine::cpu(checkpoint.clone(), tp, options)
+    }
+}
+
+/// Where long work says how far it is.
+pub trait Progress: Sync {
+    /// `done` of `all` parts of `what`.
+    fn at(&self, what: &str, done: usize, all: usize);
+}
+
+/// Everything the stages need.
+pub struct Subject {
+    /// The model, as its files are.
+    pub checkpoint: Arc<Checkpoint>,
+    /// A model trusted as the other side.
+    pub baseline: Option<Arc<Checkpoint>>,
+    /// Makes the engines under test.
+    pub engines: Box<dyn Engines>,
+    /// Ranks.
+    pub tp: usize,
+    /// What queries attend to.
+    pub attention: Attention,
+    /// The prompt: longer than top-k where the context allows it, so that sparse attention is active.
+    pub ids: Vec<u32>,
+    /// Where the prompt came from, for the report.
+    pub prompt: String,
+    /// Query rows that attention, router and experts are judged at; the last is always among them.
+    pub rows: Vec<usize>,
+    /// Layers to look at; `None` is all.
+    pub layers: Option<Vec<usize>>,
+    /// A trace judged instead of our own run.
+    pub target: Option<Trace>,
+    /// Seed of sampled rows and prompts.
+    pub seed: u64,
+}
+
+impl Subject {
+    /// Options that hold the whole prompt in one step.
+    pub fn options(&self) -> Options {
+        let tokens = self.ids.len();
+        Options { attention: self.attention, chunk: tokens, cache_tokens: tokens + 64, sequences: 1 }
+    }
+
+    /// An engine under test with the subject's own degree and options.
+    ///
+    /// # Errors
+    /// Everything that loading refuses.
+    pub fn engine(&self) -> Result<Engine, EngineError> {
+        self.engines.engine(&self.checkpoint, self.tp, self.options())
+    }
+
+    /// True if the layer is to be looked at; global points always are.
+    pub fn wants_layer(&self, layer: Option<usize>) -> bool {
+        layer.is_none_or(|l| self.layers.as_ref().is_none_or(|all| all.contains(&l)))
+    }
+}
+
+/// Runs `ids` as one sequence from position 0 in one step, capturing what `filter` accepts, with logits of every row.
+///
+/// # Errors
+/// Failures of the engine.
+pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), EngineError> {
+    let mut table = Vec::new();
+    engine.pool().reserve(&mut table, ids.len())?;
+    let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
+    let logits = (0..ids.len() as u32).collect();
+    let batch = Batch { tokens, tables: vec![table.clone()], logits };
+    let probe = || Box::new(Capture::new(filter.clone())) as Box<dyn Probe>;
+    let probes = (0..engine.tp()).map(|_| probe()).collect();
+    let output = engine.step(batch, probes);
+    engine.pool().release(&mut table);
+    let output = output?;
+    let attention = engine.options().attention;
+    let trace = Trace::new("lockstep".into(), ids.to_vec(), attention, output.captured);
+    Ok((trace, output.logits))
+}
+
+/// Accepts every point of the given layers (all without a list).
+pub fn points_of(layers: Option<Vec<usize>>) -> Filter {
+    Arc::new(move |_: Point, layer: Option<usize>| {
+        layer.is_none_or(|l| layers.as_ref().is_none_or(|all| all.contains(&l)))
+    })
+}

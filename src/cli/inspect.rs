@@ -179,7 +179,8 @@ fn print(
     out: &mut dyn Write,
 ) -> std::io::Result<()> {
     let (c, coverage) = (checkpoint.config(), checkpoint.coverage());
-    writeln!(out, "{} ({})", checkpoint.name(), c.name)?;
+    let own_name = if c.name.is_empty() { String::new() } else { format!(" ({})", c.name) };
+    writeln!(out, "{}{own_name}", checkpoint.name())?;
     if let Some(gguf) = checkpoint.source().gguf() {
         let total: u64 = gguf.files().map(|(_, size)| size).sum();
         writeln!(out, "GGUF version {}, {} in {}", gguf.version(), bytes(total), count(gguf.files().count(), "file"))?;

@@ -1,7 +1,9 @@
 //! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
 //! fault. One file per stage; each returns a [`StageReport`].
 
+pub mod activations;
 pub mod floor;
+pub mod replay;
 pub mod subject;
 pub mod verdict;
 

@@ -162,7 +162,7 @@ fn shared_layers_have_no_indexer() {
     }
     let more = inspect_model(&model, &["--all"]).exits(0);
     more.says("156 tensors: 153 bound, 3 known-unused, 0 UNBOUND")
-        .says("3 x indexer of a shared layer, which reuses the last full layer's top-k (first: blk.3.indexer.proj.weight)")
+        .says("3 x indexer of a shared layer (it reuses an earlier top-k) (first: blk.3.indexer.proj.weight)")
         .silent_on("blk.3.indexer.proj  ");
 }
 
@@ -193,8 +193,9 @@ fn mtp_blocks_whole_partial_absent() {
     inspect_model(&absent, &[]).exits(0).says("MTP: declared, but not in this file; not run");
     assert_eq!(state(&absent, 0)["state"], "absent");
     // Without the key the block count is the trunk's, and its last block lacks everything.
-    let trunk = absent.clone().unset("glm-dsa.nextn_predict_layers");
-    inspect_model(&trunk, &[]).exits(2).says("MISSING attn_q_a in layers 6");
+    let types = Value::Array(Array::Bool(vec![true, true, true, false, false, true, true]));
+    let trunk = absent.unset("glm-dsa.nextn_predict_layers").set("glm-dsa.attention.indexer.types", types);
+    inspect_model(&trunk, &[]).exits(2).says("MISSING attn_q_a in layer 6");
     let trunk = trunk.set("glm-dsa.block_count", Value::U32(6));
     inspect_model(&trunk, &[]).exits(0).says("MTP: none declared");
     // An MTP block without an indexer runs: it attends densely.
@@ -205,7 +206,7 @@ fn mtp_blocks_whole_partial_absent() {
 #[test]
 fn a_missing_tensor_is_named() {
     let run = inspect_model(&tiny().drop(|n| n == "blk.1.ffn_norm.weight"), &[]).exits(2);
-    run.says("1 parameters without a source").says("MISSING ffn_norm in layers 1: no tensor blk.1.ffn_norm.weight");
+    run.says("1 parameters without a source").says("MISSING ffn_norm in layer 1: no tensor blk.1.ffn_norm.weight");
     run.says("NOT whole (exit 2)");
     // A head that is not there is the embedding, tied.
     inspect_model(&tiny().drop(|n| n == "output.weight"), &[]).exits(0).says("0 parameters without a source");
@@ -216,7 +217,7 @@ fn a_misnamed_tensor_is_unbound_with_the_nearest_name() {
     for (wrong, edits) in [("blk.1.attn_qb.weight", "1 edit"), ("blk.1.attn_q_b.qweight", "1 edit")] {
         let run = inspect_model(&tiny().rename("blk.1.attn_q_b.weight", wrong), &[]).exits(2);
         run.says(&format!("UNBOUND {wrong} (nearest: blk.1.attn_q_b.weight, {edits}"))
-            .says("MISSING attn_q_b in layers 1: no tensor blk.1.attn_q_b.weight");
+            .says("MISSING attn_q_b in layer 1: no tensor blk.1.attn_q_b.weight");
     }
     // Known to be of no use here is not unknown, and one letter's difference is.
     let aux = tiny().add("rope_freqs.weight", &[4], QuantType::F32);
@@ -244,7 +245,7 @@ fn a_wrong_shape_names_the_key_and_every_tensor() {
     assert_eq!(found["coverage"]["wrong_shape"].as_array().unwrap().len(), 5 * 6);
     assert_eq!((&found["whole"], &found["plan"]["parameters"]), (&Json::Bool(false), &Json::Null));
     let run = inspect_model(&tiny().reshape("blk.0.attn_kv_a_mqa.weight", &[32, 48]), &[]).exits(2);
-    run.says("expected [32, 40] by glm-dsa.attention.kv_lora_rank, glm-dsa.rope.dimension_count, found [32, 48]");
+    run.says("expected [32, 40] by glm-dsa.rope.dimension_count, glm-dsa.attention.kv_lora_rank, found [32, 48]");
     // A last axis of 1 is the converter's choice; a first one is not.
     inspect_model(&tiny().reshape("output_norm.weight", &[32, 1]), &[]).exits(0);
     inspect_model(&tiny().reshape("output_norm.weight", &[1, 32]), &[]).exits(2).says("found [1, 32]");

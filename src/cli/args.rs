@@ -24,6 +24,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// The checks: all of them, or the stages named
     Verify(VerifyArgs),
+    /// The first bad layer, then operation, then region, then the kind of fault
+    Bisect(BisectArgs),
     /// Text to the terminal: a chat turn, or a plain completion with --raw
     Generate(GenerateArgs),
     /// Decode and prefill speed, and where a step's time goes
@@ -192,6 +194,17 @@ pub struct SubjectArgs {
     /// Seed of sampled rows
     #[arg(long, default_value_t = 0, value_name = "SEED")]
     pub seed: u64,
+    /// Break something on purpose: KIND@SITE[:rank=R]; may repeat; `list` prints the valid ones
+    #[arg(long, value_name = "FAULT")]
+    pub inject: Vec<String>,
+}
+
+/// `bisect`.
+#[derive(Debug, Clone, Args)]
+pub struct BisectArgs {
+    /// What is looked at.
+    #[command(flatten)]
+    pub subject: SubjectArgs,
 }
 
 /// `verify`.

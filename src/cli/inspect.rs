@@ -97,8 +97,8 @@ fn two_layouts(checkpoint: &Checkpoint) -> String {
     }
     let values = found.iter().filter_map(|(k, v)| v.map(|v| format!("{k} {v}"))).collect::<Vec<_>>();
     format!(
-        "\n  note: tensors and metadata describe two layouts: attn_kv_b is whole, but attention.* say split ({}).\n  \
-         Its shape is used; compare with a baseline before trusting it.",
+        "\n  note: tensors and metadata describe two layouts. attn_kv_b is whole, but under glm-dsa.attention.\n  \
+         {} say split.\n  The tensor's shape is used; compare with a baseline before trusting it.",
         values.join(", ")
     )
 }
@@ -125,7 +125,7 @@ fn groups(checkpoint: &Checkpoint, plan: &TpPlan) -> Vec<(Group, String, Vec<usi
     for layer in 0..c.layers {
         for group in Group::of_layer(c, layer) {
             let parts: Vec<String> = plan
-                .parts(group, layer)
+                .parts(group, layer, 0)
                 .into_iter()
                 .map(|p| format!("{} {}", p.kind.name(), type_name(checkpoint, p)))
                 .collect();
@@ -246,12 +246,16 @@ fn print_budget(
     }
     writeln!(out, "{rows}\n")?;
     let mut totals = table(&["rank", ">trunk", ">MTP (not loaded)"]);
-    let mut alike: BTreeMap<(u64, u64), Vec<usize>> = BTreeMap::new();
-    for (rank, both) in budget.trunk_bytes().into_iter().zip(mtp_bytes(budget, plan.tp())).enumerate() {
-        alike.entry(both).or_default().push(rank);
+    let mut alike: Vec<([String; 2], Vec<usize>)> = Vec::new();
+    for (rank, (trunk, mtp)) in budget.trunk_bytes().into_iter().zip(mtp_bytes(budget, plan.tp())).enumerate() {
+        let both = [bytes(trunk), bytes(mtp)];
+        match alike.iter_mut().find(|(b, _)| *b == both) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => alike.push((both, vec![rank])),
+        }
     }
-    for ((trunk, mtp), ranks) in alike {
-        totals.add_row([format!("{} of {}", ranges(&ranks), plan.tp()), bytes(trunk), bytes(mtp)]);
+    for ([trunk, mtp], ranks) in alike {
+        totals.add_row([format!("{} of {}", ranges(&ranks), plan.tp()), trunk, mtp]);
     }
     writeln!(out, "{totals}\n")?;
     let full = (0..c.layers).filter(|l| c.is_full(*l)).count();
@@ -364,7 +368,10 @@ fn family(tensor: &str) -> String {
 /// ` in layers 0-2, 5`, or nothing for parameters of the whole model.
 fn layers(params: impl Iterator<Item = Param>) -> String {
     let layers: Vec<usize> = params.filter_map(|p| p.layer).collect();
-    if layers.is_empty() { String::new() } else { format!(" in layers {}", ranges(&layers)) }
+    match layers.len() {
+        0 => String::new(),
+        n => format!(" in layer{} {}", if n == 1 { "" } else { "s" }, ranges(&layers)),
+    }
 }
 
 /// The `--json` document; its schema is `inspect.schema.json` beside this file.

@@ -2,6 +2,7 @@
 
 pub mod args;
 mod bench;
+mod bisect;
 mod generate;
 mod inspect;
 mod subject;
@@ -10,6 +11,7 @@ mod verify;
 use std::io::Write;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::diagnose::faults::InjectError;
 use crate::engine::{Attention, EngineError, Options};
 use crate::shard::ShardError;
 use crate::tokenize::TokenizeError;
@@ -55,6 +57,8 @@ pub enum CliError {
     Tokenize(#[from] TokenizeError),
     #[error(transparent)]
     Verify(#[from] VerifyError),
+    #[error(transparent)]
+    Inject(#[from] InjectError),
     #[error("{0}")]
     Usage(String),
     #[error("cannot write the output: {0}")]
@@ -82,6 +86,7 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, out),
         Command::Verify(args) => verify::run(&args, out),
+        Command::Bisect(args) => bisect::run(&args, out),
         Command::Generate(args) => generate::run(&args, out),
         Command::Bench(args) => bench::run(&args, out),
     }

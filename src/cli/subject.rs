@@ -1,5 +1,6 @@
 //! From what was typed to a subject of verification: the model, the prompt, the rows, and progress on stderr.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,8 +9,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::args::SubjectArgs;
 use super::{CliError, attention};
 use crate::checkpoint::Checkpoint;
+use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
+use crate::diagnose::faults::{CATALOGUE, Injection, inject};
 use crate::tokenize::Tokenizer;
-use crate::verify::{Engines, Progress, Subject};
+use crate::verify::{Engines, PlainEngines, Progress, Subject};
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -24,10 +27,42 @@ be light: and there was light. ";
 const BEYOND_TOP_K: usize = 48;
 const LEAST_TOKENS: usize = 64;
 
+/// The degree as typed, or the default.
+fn degree(args: &SubjectArgs) -> usize {
+    args.tp.unwrap_or(if args.model.model.is_none() { 8 } else { 1 })
+}
+
+/// Engines with the faults of `--inject`, or plain ones.
+pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> {
+    if args.inject.is_empty() {
+        return Ok(Box::new(PlainEngines));
+    }
+    let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
+    let mut faults = Decorations::default();
+    for typed in &args.inject {
+        inject(&checkpoint, degree(args), &Injection::parse(typed)?, &mut faults)?;
+    }
+    Ok(Box::new(FaultyEngines(faults)))
+}
+
+/// Prints every kind and where it can be injected.
+pub(super) fn list_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<(), CliError> {
+    let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
+    let tp = degree(args);
+    for fault in CATALOGUE {
+        let sites = fault.sites(&checkpoint, tp);
+        writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind(), fault.about(), sites.len())?;
+        for site in sites {
+            writeln!(out, "  {}@{site}", fault.kind())?;
+        }
+    }
+    Ok(())
+}
+
 /// Builds the subject.
 pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<Subject, CliError> {
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
-    let tp = args.tp.unwrap_or(if args.model.model.is_none() { 8 } else { 1 });
+    let tp = degree(args);
     crate::shard::TpPlan::new(checkpoint.config(), tp)?; // refuse before anything is loaded
     let c = checkpoint.config();
     let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;

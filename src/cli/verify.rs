@@ -6,10 +6,10 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::args::{StageArg, VerifyArgs};
-use super::subject::{Bar, subject};
+use super::subject::{Bar, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::report::table::table;
-use crate::verify::{Check, PlainEngines, Progress, StageReport, Subject, Verdict, VerifyError, activations};
+use crate::verify::{Check, Progress, StageReport, Subject, Verdict, VerifyError, activations};
 
 /// The stages in order of certainty.
 const ORDER: [StageArg; 8] = [
@@ -24,7 +24,11 @@ const ORDER: [StageArg; 8] = [
 ];
 
 pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    let subject = subject(&args.subject, Box::new(PlainEngines))?;
+    if args.subject.inject.iter().any(|i| i == "list") {
+        list_faults(&args.subject, out)?;
+        return Ok(Exit::Ok);
+    }
+    let subject = subject(&args.subject, engines(&args.subject)?)?;
     let mut reports = Vec::new();
     for stage in ORDER {
         if args.stages.is_empty() || args.stages.contains(&stage) {

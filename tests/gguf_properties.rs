@@ -1,6 +1,8 @@
 //! Random damage and random content: whatever bytes a file holds, it opens or is refused by name, and what the writer
 //! writes the reader reads back.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
+
 mod common;
 
 use std::path::Path;

@@ -1,6 +1,8 @@
 //! GLM-5.2 at its real shapes, without its weights: sparse files of the right length whose headers are those of a published
 //! catalogue. Shows that inspect reads headers only, and that the plan of the real model is the known one.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
+
 mod common;
 
 use std::io::Write;

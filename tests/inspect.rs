@@ -1,5 +1,7 @@
 //! `lockstep inspect` as a user runs it: numbers, refusals, faults of names and shapes, JSON, a closed pipe.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
+
 mod common;
 
 use std::path::Path;

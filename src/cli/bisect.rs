@@ -8,7 +8,7 @@ use super::args::BisectArgs;
 use super::subject::{Bar, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::diagnose::bisect::{self, Bisection, Culprit};
-use crate::report::table::{ranges, table};
+use crate::report::table::{facts, ranges};
 use crate::verify::{Subject, Verdict};
 
 /// Other diverging operations that the table shows.
@@ -59,7 +59,7 @@ fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::
         return writeln!(out, "verdict: {}. No operation diverges.", found.verdict.name());
     };
     let f = &culprit.finding;
-    let mut rows = table(&["", ""]);
+    let mut rows = facts();
     let layer = f.layer.map_or("none (outside the layers)".into(), |l| l.to_string());
     let mut add = |name: &str, value: &str| {
         rows.add_row([name, value]);

@@ -328,12 +328,17 @@ fn print_coverage(checkpoint: &Checkpoint, out: &mut dyn Write) -> std::io::Resu
             more(members, 1)
         )?;
     }
-    let mut shapes: BTreeMap<(Kind, &[u64], &[u64]), Vec<&ShapeFault>> = BTreeMap::new();
+    let mut shapes: Vec<Vec<&ShapeFault>> = Vec::new();
+    let alike = |s: &ShapeFault| (s.param.kind, s.expected.clone(), s.found.clone());
     for s in &coverage.shapes {
-        shapes.entry((s.param.kind, &s.expected, &s.found)).or_default().push(s);
+        match shapes.iter_mut().find(|members| alike(members[0]) == alike(s)) {
+            Some(members) => members.push(s),
+            None => shapes.push(vec![s]),
+        }
     }
-    for ((kind, expected, found), members) in shapes {
+    for members in shapes {
         let (first, layers) = (members[0], layers(members.iter().map(|m| m.param)));
+        let (kind, expected, found) = (first.param.kind, &first.expected, &first.found);
         let (file, keys) = (checkpoint.source().file_of(&first.tensor), first.keys.join(", "));
         writeln!(out, "  SHAPE {}{layers}: expected {expected:?} by {keys}, found {found:?}", kind.name())?;
         writeln!(out, "    in {}{}, {file}", first.tensor, more(&members, 1))?;

@@ -170,7 +170,7 @@ fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
     }
     let rank = op.ranks.first().copied().unwrap_or(0);
     let seen = Seen::new(op.trace, rank);
-    let Ok((reference, sigma)) = op.judge.expect(&name, &|n| seen.get(n))? else { return Ok("unknown".into()) };
+    let Ok((reference, sigma)) = op.judge.recompute(&name, &|n| seen.get(n))? else { return Ok("unknown".into()) };
     let Ok(whole) = op.trace.seen_by(rank, op.point, op.layer) else { return Ok("unknown".into()) };
     let width = reference.len() / op.judge.rows.len();
     let Some(target) = op.judge.target_rows(&whole, width) else { return Ok("unknown".into()) };
@@ -226,7 +226,7 @@ fn explain(
     fits.sort_by(|a, b| (a.rho.0 / a.rho.1).total_cmp(&(b.rho.0 / b.rho.1)));
     let mut fits = fits.into_iter();
     let explanation = fits.next();
-    let also = fits.map(|f| format!("{} at {} (rho {:.2})", f.kind, f.site, f.rho.0)).collect();
+    let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
     let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
     let mut finding = finding;
     if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.point.layout() == Layout::Replicated) {

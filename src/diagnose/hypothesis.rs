@@ -54,6 +54,8 @@ pub struct Hypothesis<'a> {
     pub statement: String,
     /// The experiment that would overturn it.
     pub overturn: String,
+    /// Other operations of the layer that it must explain as well, from their own inputs.
+    pub also: Vec<Point>,
     /// What it changes.
     pub alter: Alter<'a>,
 }
@@ -122,12 +124,26 @@ impl OpContext<'_> {
         placement(self.config, param, Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor })
     }
 
-    /// Recomputes the operation under a hypothesis and compares with what diverging ranks hold.
+    /// Recomputes the operation, and the others that the hypothesis must explain, and compares with what diverging ranks
+    /// hold: the residual with the largest share of its limit.
     ///
     /// # Errors
     /// Weights that cannot be read.
     pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
-        let name = self.point.full_name(self.layer);
+        let mut worst = self.residual_at(self.point, hypothesis)?;
+        for point in hypothesis.also.iter().filter(|p| **p != self.point) {
+            if worst.is_none_or(|w| w.share() > 1.0) {
+                break;
+            }
+            if let Some(other) = self.residual_at(*point, hypothesis)? {
+                worst = worst.map(|w| if other.share() > w.share() { other } else { w });
+            }
+        }
+        Ok(worst)
+    }
+
+    fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
+        let name = point.full_name(self.layer);
         let mut names = self.judge.inputs(&name).unwrap_or_default();
         names.push(name.clone());
         let mut total = Energy::default();
@@ -151,9 +167,9 @@ impl OpContext<'_> {
                 orders: self.judge.orders.clone(),
                 rows: self.judge.rows,
             };
-            let Some(captured) = self.trace.ranks(self.point, self.layer) else { return Ok(None) };
-            if self.point.layout() == Layout::Partial && self.trace.tp > 1 {
-                let expected = judge.expect_partials(&name, &|n| seen.get(n), self.trace.tp)?;
+            let Some(captured) = self.trace.ranks(point, self.layer) else { return Ok(None) };
+            if point.layout() == Layout::Partial && self.trace.tp > 1 {
+                let expected = judge.recompute_partials(&name, &|n| seen.get(n), self.trace.tp)?;
                 for r in mine {
                     let (reference, sigma) = expected[r].clone();
                     let width = reference.len() / judge.rows.len();
@@ -162,15 +178,15 @@ impl OpContext<'_> {
                 }
                 continue;
             }
-            let (reference, sigma) = match judge.expect(&name, &|n| seen.get(n))? {
+            let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
                 Ok(expected) => expected,
                 Err(Unjudged::NoSuchPoint | Unjudged::NoData(_)) => return Ok(None),
             };
-            let Ok(whole) = self.trace.seen_by(rank, self.point, self.layer) else { return Ok(None) };
+            let Ok(whole) = self.trace.seen_by(rank, point, self.layer) else { return Ok(None) };
             let width = reference.len() / judge.rows.len();
             let Some(target) = judge.target_rows(&whole, width) else { return Ok(None) };
             let measured = overflowed(judge.measured(target, reference, sigma));
-            let owned = |j: usize| owner(self.point, &whole.shape, self.trace.tp, j).is_none_or(|r| mine.contains(&r));
+            let owned = |j: usize| owner(point, &whole.shape, self.trace.tp, j).is_none_or(|r| mine.contains(&r));
             total.join(measured.energy(|_, j| owned(j)));
         }
         Ok(Some(total))

@@ -22,6 +22,16 @@ pub fn table(columns: &[&str]) -> Table {
     table
 }
 
+/// Two columns without a head: names and values.
+pub fn facts() -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    if !table.is_tty() {
+        table.set_width(DEFAULT_WIDTH);
+    }
+    table
+}
+
 /// Bytes in the unit that gives one to four digits before the point.
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

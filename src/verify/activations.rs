@@ -194,7 +194,7 @@ pub(crate) fn judge_op(
     let mut slices = Slices::default();
     for class in classes(trace, &names) {
         let seen = Seen::new(trace, class[0]);
-        let (reference, sigma) = match judge.expect(&name, &|n| seen.get(n))? {
+        let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
             Ok(expected) => expected,
             Err(Unjudged::NoSuchPoint) => {
                 let detail = "no such point in this model and run".to_string();
@@ -224,7 +224,7 @@ pub(crate) fn judge_op(
     }
     if point.layout() == Layout::Partial && trace.tp > 1 {
         let seen = Seen::new(trace, 0);
-        let expected = judge.expect_partials(&name, &|n| seen.get(n), trace.tp)?;
+        let expected = judge.recompute_partials(&name, &|n| seen.get(n), trace.tp)?;
         for (rank, (reference, sigma)) in expected.into_iter().enumerate() {
             let width = reference.len() / judge.rows.len();
             if let Some(target) = judge.target_rows(&captured[rank], width) {
@@ -320,7 +320,7 @@ fn documented_disagreement(
         let config = RefConfig::from_raw(&raw, eps)?;
         let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
         let seen = Seen::new(trace, 0);
-        let Ok((reference, sigma)) = other.expect(&name, &|n| seen.get(n))? else { continue };
+        let Ok((reference, sigma)) = other.recompute(&name, &|n| seen.get(n))? else { continue };
         let Ok(whole) = trace.seen_by(0, point, layer) else { continue };
         let Some(target) = other.target_rows(&whole, reference.len() / judge.rows.len()) else { continue };
         if other.measured(target, reference, sigma).whole().share() <= 1.0 {
@@ -348,7 +348,7 @@ fn judge_choice(
     let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
     for class in classes(trace, &[judge.inputs(&name).unwrap_or_default(), vec![name.clone()]].concat()) {
         let seen = Seen::new(trace, class[0]);
-        let (scores, floors) = match judge.expect(&scores_name, &|n| seen.get(n))? {
+        let (scores, floors) = match judge.recompute(&scores_name, &|n| seen.get(n))? {
             Ok(expected) => expected,
             Err(Unjudged::NoSuchPoint) => {
                 let detail = "no such point in this model and run".to_string();

@@ -147,7 +147,7 @@ impl Judge<'_> {
     ///
     /// # Errors
     /// [`Unjudged`], or weights that cannot be read.
-    pub fn expect(
+    pub fn recompute(
         &self,
         name: &str,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
@@ -176,8 +176,8 @@ impl Judge<'_> {
     /// The reference's partial sums of every rank and their floors, for points that ranks add up.
     ///
     /// # Errors
-    /// As [`Judge::expect`].
-    pub fn expect_partials(
+    /// As [`Judge::recompute`].
+    pub fn recompute_partials(
         &self,
         name: &str,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,

@@ -24,7 +24,7 @@ fn walk(bytes: &[u8]) -> Vec<(usize, Field)> {
     let (tensors, pairs) = (u64_at(8), u64_at(16));
     let mut fields = vec![(0, Field::Data), (4, Field::Id), (8, Field::Count), (16, Field::Count)];
     let mut at = 24;
-    let mut string = |at: &mut usize, fields: &mut Vec<(usize, Field)>| {
+    let string = |at: &mut usize, fields: &mut Vec<(usize, Field)>| {
         fields.extend([(*at, Field::Count), (*at + 8, Field::Data)]);
         *at += 8 + u64_at(*at);
     };

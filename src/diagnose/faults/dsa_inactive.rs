@@ -47,6 +47,7 @@ impl Fault for DsaInactive {
                 op.config.top_k
             ),
             ranks: op.ranks.clone(),
+            also: Vec::new(),
             alter: Alter::Options(Options { dense: true, ..op.judge.options }),
         }]
     }

@@ -82,6 +82,7 @@ impl Fault for DtypeReinterpret {
                             "dequantise the tensor on load; if the operation still diverges, the type was not at fault"
                                 .into(),
                         ranks,
+                        also: Vec::new(),
                         alter: Alter::Weights(Box::new(change)),
                     });
                 }

@@ -75,6 +75,7 @@ impl Fault for KvBLayout {
             overturn: "transpose k_b per head on load; if q_absorbed still diverges, the layout was not at fault"
                 .into(),
             ranks: op.ranks.clone(),
+            also: Vec::new(),
             alter: Alter::Weights(Box::new(change)),
         }]
     }

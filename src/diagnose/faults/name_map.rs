@@ -58,6 +58,7 @@ impl Fault for NameMap {
                     statement: "the parameter was never filled: it holds zeros".into(),
                     overturn: "fill it by hand; if the operation still diverges, the name was not at fault".into(),
                     ranks,
+                    also: Vec::new(),
                     alter: Alter::Weights(Box::new(change)),
                 });
             }

@@ -81,11 +81,21 @@ impl Fault for ShardOrder {
                     overturn: "load the parts unfused: if the operation still diverges, their order is not at fault"
                         .into(),
                     ranks: op.ranks.clone(),
+                    also: siblings(group),
                     alter: Alter::Weights(Box::new(change)),
                 });
             }
         }
         all
+    }
+}
+
+/// The points that a group's parts produce.
+fn siblings(group: Group) -> Vec<Point> {
+    match group {
+        Group::QkvA => vec![Point::QA, Point::KvA, Point::IndexK, Point::IndexWeights],
+        Group::QB => vec![Point::QRaw, Point::IndexQ],
+        Group::GateUp | Group::GateUpExps | Group::GateUpShexp => vec![Point::Hidden],
     }
 }
 

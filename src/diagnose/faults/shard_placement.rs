@@ -87,6 +87,7 @@ impl Fault for ShardPlacement {
                     statement: format!("{who} uses rank 0's range of {}", names.join(" and ")),
                     overturn: "run at --tp 1: if the operation diverges there too, placement is not at fault".into(),
                     ranks: affected,
+                    also: Vec::new(),
                     alter: Alter::Weights(Box::new(change)),
                 });
             }

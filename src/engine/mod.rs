@@ -226,7 +226,7 @@ impl Engine {
     }
 }
 
-/// The collective that CPU ranks use.
-pub fn cpu_collective(tp: usize) -> Arc<dyn Collective<CpuDevice>> {
+/// The collective that ranks use whose devices share one process and read and write host memory.
+pub fn cpu_collective<D: Device>(tp: usize) -> Arc<dyn Collective<D>> {
     if tp == 1 { Arc::new(Solo) } else { Arc::new(Threads::new(tp, MEETING_TIMEOUT)) }
 }

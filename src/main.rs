@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: Cli) -> anyhow::Result<Exit> {
+fn run(args: Cli) -> Result<Exit, CliError> {
     let mut out = BufWriter::new(std::io::stdout().lock());
     let exit = match cli::run(args, &mut out) {
         Err(e) if e.is_closed_pipe() => return Ok(Exit::Ok),
@@ -25,6 +25,6 @@ fn run(args: Cli) -> anyhow::Result<Exit> {
     };
     match out.flush().map_err(CliError::from) {
         Err(e) if e.is_closed_pipe() => Ok(exit),
-        other => Ok(other.map(|()| exit)?),
+        other => other.map(|()| exit),
     }
 }

@@ -1,9 +1,13 @@
 //! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
 //! fault. One file per stage; each returns a [`StageReport`].
 
+pub mod file;
 pub mod floor;
+pub mod pairing;
 pub mod subject;
+pub mod tokenizer;
 pub mod verdict;
+pub mod weights;
 
 pub use subject::{Engines, PlainEngines, Progress, Subject};
 pub use verdict::{Check, StageReport, Verdict};

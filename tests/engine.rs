@@ -339,7 +339,7 @@ fn misbehave(instead: Instead, timeout: Duration) -> (EngineError, Duration) {
     let plan = Arc::new(TpPlan::new(checkpoint.config(), 4).expect("a plan"));
     let devices = (0..4).map(CpuDevice::new).collect();
     let comm = Arc::new(Misbehaving { inner: Threads::new(4, timeout), instead });
-    let engine = Engine::start(checkpoint, plan, devices, comm, options).expect("starts");
+    let engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options).expect("starts");
     let start = Instant::now();
     let batch =
         || Batch { tokens: vec![Token { id: 5, position: 0, sequence: 0 }], tables: vec![vec![0]], logits: vec![0] };

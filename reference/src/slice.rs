@@ -152,6 +152,33 @@ pub fn cut(c: &RefConfig, param: Param, tensor: &RawTensor<'_>, split: Split) ->
     Ok(Cut { placement, covering_blocks, bytes })
 }
 
+/// Cuts a rank's value heads (`VB`) out of a whole `kv_b` tensor, \[heads * (nope + value), kv_rank\] with the key rows of
+/// each head first: rows keep their bytes. Key rows are stored transposed and so have no bytes of their own; see
+/// [`Weights::heads`](crate::weights::Weights::heads).
+///
+/// # Errors
+/// As for [`placement`]; a type without a known layout; a tensor whose bytes do not fit the configuration.
+pub fn cut_values(c: &RefConfig, tensor: &RawTensor<'_>, split: Split) -> Result<Cut, RefError> {
+    let name = || "whole kv_b".to_string();
+    let placement = placement(c, Param::VB, split)?;
+    let format =
+        block_format(tensor.type_id).ok_or_else(|| RefError::Format { name: name(), type_id: tensor.type_id })?;
+    let misfit = || {
+        let expected = format!("{} heads of {} + {} rows of {}", c.heads, c.nope, c.value, c.kv_rank);
+        RefError::tensor(name(), expected, format!("ne {:?} in {} bytes", tensor.ne, tensor.bytes.len()))
+    };
+    let row = format.row_bytes(c.kv_rank).ok_or_else(misfit)?;
+    let head = c.nope + c.value;
+    let Placement::Heads(heads) = &placement else { return Err(misfit()) };
+    let total = head.checked_mul(c.heads).and_then(|rows| rows.checked_mul(row));
+    if total != Some(tensor.bytes.len()) || tensor.ne.first() != Some(&c.kv_rank) {
+        return Err(misfit());
+    }
+    let values = heads.clone().flat_map(|h| &tensor.bytes[(h * head + c.nope) * row..(h + 1) * head * row]);
+    let bytes = values.copied().collect();
+    Ok(Cut { placement, covering_blocks: None, bytes })
+}
+
 #[cfg(test)]
 #[path = "slice_tests.rs"]
 mod tests;

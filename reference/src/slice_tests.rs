@@ -97,3 +97,20 @@ fn illegal_degrees_and_damaged_tensors_are_refused() {
     assert!(cut(&c, Param::UpExps, &t, split(2, 0)).is_err());
     assert!(cut(&c, Param::UpExps, &tensor(0, &[16, 4, 4]), split(2, 1)).is_err(), "too few rows");
 }
+
+#[test]
+fn value_rows_of_a_whole_kv_b_keep_their_bytes() {
+    let c = tiny_config();
+    let (head, row) = (c.nope + c.value, 4 * c.kv_rank);
+    let t = tensor(0, &[c.kv_rank, c.heads * head]);
+    let each = c.heads / 2;
+    for rank in 0..2 {
+        let cut = cut_values(&c, &t, split(2, rank)).expect("fits");
+        assert_eq!(cut.placement, Placement::Heads(rank * each..(rank + 1) * each));
+        let first = (rank * each * head + c.nope) * row;
+        assert_eq!(cut.bytes.len(), each * c.value * row);
+        assert_eq!(cut.bytes[..c.value * row], t.bytes[first..first + c.value * row]);
+    }
+    let cut = cut_values(&c, &tensor(0, &[c.kv_rank, c.heads * head + 1]), split(1, 0));
+    assert!(matches!(cut, Err(RefError::Tensor { .. })), "a row too many");
+}

@@ -140,7 +140,7 @@ fn shares(
     let clocks: Vec<Arc<Clock>> = (0..args.tp).map(|_| Arc::default()).collect();
     let devices = clocks.iter().enumerate().map(|(rank, c)| Timed::new(CpuDevice::new(rank), c.clone())).collect();
     let comm = Arc::new(TimedCollective::new(cpu_collective(args.tp), clocks.clone()));
-    let mut engine = Engine::start(checkpoint.clone(), plan, devices, comm, options)?;
+    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options)?;
     measure(&mut engine, prompt, args.steps, &[])?;
     measure(&mut engine, prompt, args.steps, &clocks)
 }

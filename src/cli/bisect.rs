@@ -78,7 +78,10 @@ fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::
             let what =
                 if e.of_data { "the data; the operation itself is right" } else { "the operation; its data is right" };
             add("fault of", what);
-            add("fit", &format!("residual rho {:.2} of {:.2} under this hypothesis", e.rho.0, e.rho.1));
+            match e.by_bytes {
+                true => add("fit", "nothing finite is left to compare; the device holds exactly the predicted bytes"),
+                false => add("fit", &format!("residual rho {:.2} of {:.2} under this hypothesis", e.rho.0, e.rho.1)),
+            }
             add("overturned by", &e.overturn);
         }
         None => add("explanation", "none of the catalogue fits; see what was ruled out"),
@@ -128,7 +131,7 @@ fn document(subject: &Subject, found: &Bisection) -> Json {
             "evidence": c.finding.detail,
             "explanation": c.explanation.as_ref().map(|e| json!({
                 "site": e.site, "statement": e.statement, "ranks": e.ranks, "rho": e.rho.0, "limit": e.rho.1,
-                "of_data": e.of_data, "overturned_by": e.overturn,
+                "of_data": e.of_data, "by_bytes": e.by_bytes, "overturned_by": e.overturn,
             })),
             "fits_as_well": c.also,
             "ruled_out": c.ruled_out.iter()

@@ -9,7 +9,9 @@ use super::args::{StageArg, VerifyArgs};
 use super::subject::{Bar, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::report::table::table;
-use crate::verify::{Check, Progress, StageReport, Subject, Verdict, VerifyError, activations};
+use crate::verify::{
+    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, tokenizer, weights,
+};
 
 /// The stages in order of certainty.
 const ORDER: [StageArg; 8] = [
@@ -53,6 +55,9 @@ fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Res
     match stage {
         StageArg::Host => Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads")),
         StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
+        StageArg::File => file::run(subject, progress),
+        StageArg::Tokenizer => tokenizer::run(subject, progress),
+        StageArg::Weights => weights::run(subject, progress),
         StageArg::Activations => activations::run(subject, progress),
         _ => Ok(StageReport::not_applicable("?", "?")),
     }

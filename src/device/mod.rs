@@ -51,6 +51,17 @@ pub struct PartSpec<'a> {
     pub stack: Vec<Matrix<'a>>,
     /// The columns that belong to the rank, counted from the first covered one.
     pub cols: Range<usize>,
+    /// The first covered column, counted in the whole parameter.
+    pub first: usize,
+}
+
+/// Which columns of the whole parameter a resident part stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// The columns that the device multiplies.
+    pub own: Range<usize>,
+    /// The columns that are stored: `own`, extended to whole blocks.
+    pub stored: Range<usize>,
 }
 
 /// Heads side by side in a buffer: head `h` of a row starts at `start + h * stride` and is `width` wide.
@@ -106,6 +117,8 @@ pub trait Device: Send + Sized + 'static {
     fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<Self::Weight, DeviceError>;
     /// The bytes of part `part` as the device holds them, unpacked to the file's layout.
     fn read_weight(&self, weight: &Self::Weight, part: usize) -> Result<Vec<u8>, DeviceError>;
+    /// The columns that part `part` stands for, from the ranges that the device multiplies by.
+    fn read_cols(&self, weight: &Self::Weight, part: usize) -> Result<Columns, DeviceError>;
     /// Allocates inputs for at most `tokens` tokens of `sequences` sequences of `pages` pages.
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Self::Inputs, DeviceError>;
     /// Replaces a step's inputs.

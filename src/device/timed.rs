@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
 use crate::engine::batch::Batch;
 use crate::model::Config;
 
@@ -91,6 +91,9 @@ impl<D: Device> Device for Timed<D> {
     }
     fn read_weight(&self, weight: &D::Weight, part: usize) -> Result<Vec<u8>, DeviceError> {
         self.inner.read_weight(weight, part)
+    }
+    fn read_cols(&self, weight: &Self::Weight, part: usize) -> Result<Columns, DeviceError> {
+        self.inner.read_cols(weight, part)
     }
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<D::Inputs, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)

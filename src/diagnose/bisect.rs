@@ -6,15 +6,17 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_reference::{ModelWeights, RefConfig};
+use lockstep_reference::{ModelWeights, Param as RefParam, RefConfig};
 
 use super::faults::CATALOGUE;
 use super::hypothesis::{Alter, OpContext};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::Attention;
+use crate::engine::{Attention, Engine};
+use crate::model::params;
 use crate::probe::{Layout, Point, Trace, Values};
 use crate::verify::activations::{OpFinding, eps_of, for_traces, judge_op};
 use crate::verify::floor::{LEAST_VALUES, limit};
+use crate::verify::pairing::reference_of;
 use crate::verify::replay::{Judge, Seen};
 use crate::verify::subject::{points_of, run_prompt};
 use crate::verify::{Progress, Subject, Verdict, VerifyError};
@@ -36,6 +38,8 @@ pub struct Explanation {
     pub rho: (f64, f64),
     /// True for faults of the data, false for faults of an operation.
     pub of_data: bool,
+    /// True where no finite value was left and the bytes read back from the device decided.
+    pub by_bytes: bool,
 }
 
 /// A hypothesis that was tried and does not fit.
@@ -119,7 +123,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
             let op =
                 OpContext { raw: &raw, config: &config, weights: &weights, judge: &judge, trace, point, layer, ranks };
             let region = region(&op)?;
-            culprit = Some(explain(&op, finding, region, progress)?);
+            culprit = Some(explain(subject, &op, finding, region, progress)?);
         }
         Ok(())
     })?;
@@ -194,20 +198,37 @@ fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
     Ok(if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") })
 }
 
+/// The bytes that a rank holds where a parameter of the reference belongs.
+fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, param: RefParam) -> Option<Vec<u8>> {
+    let all = params::of_trunk(subject.checkpoint.config());
+    let own = all.into_iter().find(|p| reference_of(p.kind) == param && (p.layer == layer || p.layer.is_none()))?;
+    engine.read_weight(rank, own).ok()
+}
+
 fn explain(
+    subject: &Subject,
     op: &OpContext<'_>,
     finding: OpFinding,
     region: String,
     progress: &dyn Progress,
 ) -> Result<Culprit, VerifyError> {
     let mut fits: Vec<Explanation> = Vec::new();
+    let mut engine: Option<Engine> = None;
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     for (i, fault) in CATALOGUE.iter().enumerate() {
         progress.at("bisect: hypotheses", i, CATALOGUE.len());
         for h in fault.hypotheses(op) {
             let Some(energy) = op.residual(&h)? else { continue };
             let (rho, most) = (energy.rho(), limit(energy.m));
-            if energy.m >= LEAST_VALUES && rho <= most {
+            // A prediction of nothing but NaN fits every NaN; then the bytes on the device must be the predicted ones.
+            let decisive = energy.m >= LEAST_VALUES;
+            let by_bytes = !decisive && rho <= most && subject.target.is_none() && h.reads.is_some() && {
+                if engine.is_none() {
+                    engine = Some(subject.engine()?);
+                }
+                op.is_held(&h, &|rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param))
+            };
+            if (decisive && rho <= most) || by_bytes {
                 fits.push(Explanation {
                     kind: h.kind,
                     site: h.site,
@@ -216,6 +237,7 @@ fn explain(
                     overturn: h.overturn,
                     rho: (rho, most),
                     of_data: matches!(h.alter, Alter::Weights(_)),
+                    by_bytes,
                 });
             } else {
                 let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array2, Axis, Slice as NdSlice};
-use lockstep_reference::slice::{ExpertSplit, Placement, Split, placement};
-use lockstep_reference::{Options, Param, RefConfig, RefError, Weights};
+use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
+use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
 
 use super::altered::{Altered, Key, Value};
 use crate::checkpoint::oracle::Raw;
@@ -56,9 +56,15 @@ pub struct Hypothesis<'a> {
     pub overturn: String,
     /// Other operations of the layer that it must explain as well, from their own inputs.
     pub also: Vec<Point>,
+    /// The parameter whose bytes on the device it predicts, and what the faulty loader takes its tensor for: decides
+    /// where nothing finite is left to compare.
+    pub reads: Option<(Param, RawTensor<'a>)>,
     /// What it changes.
     pub alter: Alter<'a>,
 }
+
+/// The bytes that a rank holds where a parameter belongs; `None` where there is no engine to ask.
+pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
 
 impl OpContext<'_> {
     /// True where all ranks hold the same sum, so that captures cannot tell which of them is wrong.
@@ -140,6 +146,18 @@ impl OpContext<'_> {
             }
         }
         Ok(worst)
+    }
+
+    /// True when every affected rank's device holds exactly the bytes that the hypothesis predicts.
+    pub fn is_held(&self, hypothesis: &Hypothesis<'_>, held: Held<'_>) -> bool {
+        let Some((param, tensor)) = &hypothesis.reads else { return false };
+        let experts = ExpertSplit::Tensor;
+        !hypothesis.ranks.is_empty()
+            && hypothesis.ranks.iter().all(|rank| {
+                let split = Split { tp: self.trace.tp, rank: *rank, experts };
+                let expected = cut(self.config, *param, tensor, split).map(|c| c.bytes);
+                expected.is_ok_and(|e| held(*rank, self.layer, *param).is_some_and(|h| h == e))
+            })
     }
 
     fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {

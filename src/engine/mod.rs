@@ -24,7 +24,7 @@ pub use step::Room;
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::comm::{Collective, CommError, Solo, Threads};
 use crate::device::cpu::CpuDevice;
-use crate::device::{Device, DeviceError};
+use crate::device::{Columns, Device, DeviceError};
 use crate::model::{Config, Param};
 use crate::probe::{Captured, Probe};
 use crate::shard::{ShardError, ShardPlan, TpPlan};
@@ -223,6 +223,14 @@ impl Engine {
     /// A parameter that the rank does not hold.
     pub fn read_weight(&self, rank: usize, param: Param) -> Result<Vec<u8>, EngineError> {
         self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_weight(param)
+    }
+
+    /// The columns of `param` that `rank`'s device multiplies and stores.
+    ///
+    /// # Errors
+    /// A parameter that the rank does not hold.
+    pub fn read_cols(&self, rank: usize, param: Param) -> Result<Columns, EngineError> {
+        self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_cols(param)
     }
 }
 

@@ -10,7 +10,7 @@ use super::weights::Weights;
 use super::{Attention, EngineError};
 use crate::checkpoint::Checkpoint;
 use crate::comm::Collective;
-use crate::device::Device;
+use crate::device::{Columns, Device};
 use crate::model::Param;
 use crate::probe::{Captured, Probe};
 use crate::shard::ShardPlan;
@@ -18,12 +18,14 @@ use crate::shard::ShardPlan;
 enum Command {
     Step(Arc<Batch>, Option<Box<dyn Probe>>),
     ReadWeight(Param),
+    ReadCols(Param),
 }
 
 enum Reply {
     Loaded,
     Step(RankOutput),
     Weight(Vec<u8>),
+    Cols(Columns),
 }
 
 /// What one rank returns from a step.
@@ -111,6 +113,15 @@ impl RankThread {
             _ => Err(EngineError::RankGone { rank: self.rank }),
         }
     }
+
+    /// Reads a weight's columns back.
+    pub(super) fn read_cols(&self, param: Param) -> Result<Columns, EngineError> {
+        self.send(Command::ReadCols(param))?;
+        match self.receive()? {
+            Reply::Cols(columns) => Ok(columns),
+            _ => Err(EngineError::RankGone { rank: self.rank }),
+        }
+    }
 }
 
 impl Drop for RankThread {
@@ -161,6 +172,7 @@ fn serve<D: Device>(
                 })
             }
             Command::ReadWeight(param) => forward.read_weight(param).map(Reply::Weight),
+            Command::ReadCols(param) => forward.read_cols(param).map(Reply::Cols),
         };
         if outbox.send(reply).is_err() {
             break;

@@ -193,6 +193,14 @@ impl<D: Device> Forward<D> {
         self.weights.read(&self.device, param, param.kind.shape(&self.config)[0])
     }
 
+    /// The columns of `param` that the device multiplies and stores.
+    ///
+    /// # Errors
+    /// A parameter that the rank does not hold.
+    pub fn read_cols(&self, param: Param) -> Result<crate::device::Columns, EngineError> {
+        self.weights.columns(&self.device, param, param.kind.shape(&self.config)[0])
+    }
+
     /// Refuses what does not fit, before the first meeting: every rank comes to the same conclusion.
     fn check(&self, batch: &Batch) -> Result<(), EngineError> {
         let bad = |what, most: usize, found: usize| Err(EngineError::Room { what, most, found });

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::EngineError;
 use crate::checkpoint::{Checkpoint, CheckpointError, Matrix};
-use crate::device::{Device, PartSpec};
+use crate::device::{Columns, Device, PartSpec};
 use crate::model::{Config, Kind, Param};
 use crate::quant::{QuantType, dequantise};
 use crate::shard::{Group, ShardPlan, Slice};
@@ -136,6 +136,18 @@ impl<D: Device> Weights<D> {
             }
         }
     }
+
+    /// The columns of `param` that the device multiplies and stores; vectors are whole.
+    ///
+    /// # Errors
+    /// A parameter that the rank does not hold.
+    pub fn columns(&self, device: &D, param: Param, width: usize) -> Result<Columns, EngineError> {
+        match self.held.get(&param) {
+            None => Err(EngineError::Checkpoint(CheckpointError::Missing { param, expected: "loaded".into() })),
+            Some(Held::Weight { index, part }) => Ok(device.read_cols(&self.weights[*index], *part)?),
+            Some(Held::Vector(_)) => Ok(Columns { own: 0..width, stored: 0..width }),
+        }
+    }
 }
 
 struct Loader<'a, D: Device> {
@@ -225,7 +237,7 @@ impl<'a, D: Device> Loader<'a, D> {
             stack.push(cut(matrix, &slice));
         }
         let first = slice.covered.start;
-        Ok(PartSpec { stack, cols: slice.cols.start - first..slice.cols.end - first })
+        Ok(PartSpec { stack, cols: slice.cols.start - first..slice.cols.end - first, first })
     }
 }
 

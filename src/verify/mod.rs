@@ -2,10 +2,14 @@
 //! fault. One file per stage; each returns a [`StageReport`].
 
 pub mod activations;
+pub mod file;
 pub mod floor;
+pub mod pairing;
 pub mod replay;
 pub mod subject;
+pub mod tokenizer;
 pub mod verdict;
+pub mod weights;
 
 pub use subject::{Engines, PlainEngines, Progress, Subject};
 pub use verdict::{Check, StageReport, Verdict};

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use self::matmul::{MatmulError, Rows, Strided, StridedMut};
-use super::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
 use crate::engine::batch::Batch;
 use crate::model::Config;
 use crate::quant::{QuantType, dequantise};
@@ -61,6 +61,8 @@ struct Part {
     /// Stored columns; the rank's own are `cols`.
     covered: usize,
     cols: Range<usize>,
+    /// The first stored column, counted in the whole parameter.
+    first: usize,
     stack: Vec<Vec<u8>>,
 }
 
@@ -174,7 +176,7 @@ impl Device for CpuDevice {
                 }
                 stack.push(m.bytes.into_owned());
             }
-            resident.push(Part { ty, rows, covered, cols: part.cols, stack });
+            resident.push(Part { ty, rows, covered, cols: part.cols, first: part.first, stack });
         }
         Ok(CpuWeight { parts: resident })
     }
@@ -182,6 +184,12 @@ impl Device for CpuDevice {
     fn read_weight(&self, weight: &CpuWeight, part: usize) -> Result<Vec<u8>, DeviceError> {
         let part = weight.parts.get(part).ok_or_else(|| self.error(LOADING, format!("no part {part}")))?;
         Ok(part.stack.concat())
+    }
+
+    fn read_cols(&self, weight: &CpuWeight, part: usize) -> Result<Columns, DeviceError> {
+        let part = weight.parts.get(part).ok_or_else(|| self.error(LOADING, format!("no part {part}")))?;
+        let own = part.first + part.cols.start..part.first + part.cols.end;
+        Ok(Columns { own, stored: part.first..part.first + part.covered })
     }
 
     fn inputs(&self, _: usize, _: usize, _: usize) -> Result<Batch, DeviceError> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, CheckpointError, Naming, TensorSource, View};
 use crate::device::cpu::CpuDevice;
-use crate::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
 use crate::engine::batch::Batch;
 use crate::engine::{Engine, EngineError, Options, cpu_collective};
 use crate::gguf::Gguf;
@@ -220,6 +220,9 @@ impl Device for FaultyDevice {
     }
     fn read_weight(&self, weight: &Weight, part: usize) -> Result<Vec<u8>, DeviceError> {
         self.inner.read_weight(weight, part)
+    }
+    fn read_cols(&self, weight: &Weight, part: usize) -> Result<Columns, DeviceError> {
+        self.inner.read_cols(weight, part)
     }
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Inputs, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)

@@ -48,6 +48,7 @@ impl Fault for DsaInactive {
             ),
             ranks: op.ranks.clone(),
             also: Vec::new(),
+            reads: None,
             alter: Alter::Options(Options { dense: true, ..op.judge.options }),
         }]
     }

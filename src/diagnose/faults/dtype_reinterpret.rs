@@ -1,10 +1,11 @@
 //! DTYPE_REINTERPRET: a quantised tensor's bytes are read as plain numbers, because the parameter was created
 //! unquantised.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array1, Array2, Array3};
-use lockstep_reference::{Param, weights};
+use lockstep_reference::{Param, RawTensor, weights};
 
 use super::decorate::{Decorations, Replaced};
 use super::{Fault, param_of};
@@ -64,6 +65,9 @@ impl Fault for DtypeReinterpret {
                 continue;
             }
             for ty in PLAIN {
+                let values = tensor.ne.iter().product();
+                let bytes = Cow::Owned(reread(&tensor.bytes, ty, values));
+                let reads = RawTensor { type_id: ty.info().id, ne: tensor.ne.clone(), bytes };
                 for ranks in op.scopes() {
                     let scope = ranks.clone();
                     let change = move |rank, key: Key| {
@@ -83,6 +87,7 @@ impl Fault for DtypeReinterpret {
                                 .into(),
                         ranks,
                         also: Vec::new(),
+                        reads: Some((param, reads.clone())),
                         alter: Alter::Weights(Box::new(change)),
                     });
                 }

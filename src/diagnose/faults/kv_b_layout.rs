@@ -76,6 +76,7 @@ impl Fault for KvBLayout {
                 .into(),
             ranks: op.ranks.clone(),
             also: Vec::new(),
+            reads: None,
             alter: Alter::Weights(Box::new(change)),
         }]
     }

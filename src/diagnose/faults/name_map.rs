@@ -59,6 +59,7 @@ impl Fault for NameMap {
                     overturn: "fill it by hand; if the operation still diverges, the name was not at fault".into(),
                     ranks,
                     also: Vec::new(),
+                    reads: None,
                     alter: Alter::Weights(Box::new(change)),
                 });
             }

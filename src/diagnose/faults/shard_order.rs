@@ -82,6 +82,7 @@ impl Fault for ShardOrder {
                         .into(),
                     ranks: op.ranks.clone(),
                     also: siblings(group),
+                    reads: None,
                     alter: Alter::Weights(Box::new(change)),
                 });
             }

@@ -88,6 +88,7 @@ impl Fault for ShardPlacement {
                     overturn: "run at --tp 1: if the operation diverges there too, placement is not at fault".into(),
                     ranks: affected,
                     also: Vec::new(),
+                    reads: None,
                     alter: Alter::Weights(Box::new(change)),
                 });
             }

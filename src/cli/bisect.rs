@@ -79,7 +79,9 @@ fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::
                 if e.of_data { "the data; the operation itself is right" } else { "the operation; its data is right" };
             add("fault of", what);
             match e.by_bytes {
-                true => add("fit", "nothing finite is left to compare; the device holds exactly the predicted bytes"),
+                true => {
+                    add("fit", "sums overflow, so values cannot decide; the device holds exactly the predicted bytes")
+                }
                 false => add("fit", &format!("residual rho {:.2} of {:.2} under this hypothesis", e.rho.0, e.rho.1)),
             }
             add("overturned by", &e.overturn);

@@ -198,6 +198,15 @@ fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
     Ok(if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") })
 }
 
+/// Values of the target at the judged rows that are not finite.
+fn nonfinite(op: &OpContext<'_>) -> usize {
+    let whole = op.trace.seen_by(op.ranks.first().copied().unwrap_or(0), op.point, op.layer);
+    let Ok(whole) = whole else { return 0 };
+    let (values, width) = (whole.as_f32(), whole.row_len());
+    let row = |r: &usize| values[r * width..(r + 1) * width].iter().filter(|v| v.is_nan() || v.is_infinite()).count();
+    if op.point == Point::Logits || op.point == Point::IndexScores { 0 } else { op.judge.rows.iter().map(row).sum() }
+}
+
 /// The bytes that a rank holds where a parameter of the reference belongs.
 fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, param: RefParam) -> Option<Vec<u8>> {
     let all = params::of_trunk(subject.checkpoint.config());
@@ -214,15 +223,17 @@ fn explain(
 ) -> Result<Culprit, VerifyError> {
     let mut fits: Vec<Explanation> = Vec::new();
     let mut engine: Option<Engine> = None;
+    let overflows = nonfinite(op);
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     for (i, fault) in CATALOGUE.iter().enumerate() {
         progress.at("bisect: hypotheses", i, CATALOGUE.len());
         for h in fault.hypotheses(op) {
             let Some(energy) = op.residual(&h)? else { continue };
             let (rho, most) = (energy.rho(), limit(energy.m));
-            // A prediction of nothing but NaN fits every NaN; then the bytes on the device must be the predicted ones.
-            let decisive = energy.m >= LEAST_VALUES;
-            let by_bytes = !decisive && rho <= most && subject.target.is_none() && h.reads.is_some() && {
+            // Where sums overflow, their order decides what becomes infinite and what NaN; then values cannot decide, and
+            // the bytes on the device must be the predicted ones.
+            let decisive = energy.m >= LEAST_VALUES && overflows == 0;
+            let by_bytes = !decisive && subject.target.is_none() && h.reads.is_some() && {
                 if engine.is_none() {
                     engine = Some(subject.engine()?);
                 }
@@ -245,9 +256,13 @@ fn explain(
             }
         }
     }
-    fits.sort_by(|a, b| (a.rho.0 / a.rho.1).total_cmp(&(b.rho.0 / b.rho.1)));
+    // The best fit first; where several fit alike, the one that explains most ranks.
+    let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.rho.0 / e.rho.1 };
+    fits.sort_by(|a, b| share(a).total_cmp(&share(b)).then(b.ranks.len().cmp(&a.ranks.len())));
     let mut fits = fits.into_iter();
     let explanation = fits.next();
+    let same = |f: &Explanation| explanation.as_ref().is_some_and(|e| (e.kind, &e.site) == (f.kind, &f.site));
+    let fits = fits.filter(|f| !(same(f) && explanation.as_ref().is_some_and(|e| e.statement == f.statement)));
     let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
     let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
     let mut finding = finding;

@@ -218,7 +218,7 @@ fn overflowed(mut m: crate::verify::replay::Measured) -> crate::verify::replay::
 }
 
 /// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
-/// `base`. Replicated parameters are altered where `rank` is one of them.
+/// `base`. Replicated parameters are altered where `rank` is one of them, a row of the embedding where its owner is.
 ///
 /// # Errors
 /// A degree that does not divide the parameter.
@@ -226,10 +226,19 @@ pub fn on_ranks(
     place: &dyn Fn(usize) -> Result<Placement, RefError>,
     ranks: &[usize],
     rank: usize,
+    key: Key,
     base: &Value,
     altered: Value,
 ) -> Result<Value, RefError> {
     let mut out = base.clone();
+    if let (Param::Embed, Some(id)) = (key.1, key.2) {
+        for r in ranks {
+            if matches!(place(*r)?, Placement::Vocab { rows, .. } if rows.contains(&id)) {
+                return Ok(altered);
+            }
+        }
+        return Ok(out);
+    }
     for r in ranks {
         let (axis, range) = match place(*r)? {
             Placement::Replicated | Placement::Experts(_) => {

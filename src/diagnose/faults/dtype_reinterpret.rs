@@ -76,7 +76,7 @@ impl Fault for DtypeReinterpret {
                         }
                         let base = value_of(op.weights, key)?;
                         let Some(misread) = misread(op, layer, param, key.2, ty, &base) else { return Ok(None) };
-                        on_ranks(&|r| op.placement(param, r), &scope, rank, &base, misread).map(Some)
+                        on_ranks(&|r| op.placement(param, r), &scope, rank, key, &base, misread).map(Some)
                     };
                     all.push(Hypothesis {
                         kind: self.kind(),

@@ -66,7 +66,8 @@ impl Fault for KvBLayout {
             // Element i of a head's flat values stands at row i / latent of a [nope][latent] matrix.
             let flat = |h: usize, i: usize| heads[[h, i / nope, i % nope]];
             let misread = Array3::from_shape_fn((count, latent, nope), |(h, l, n)| flat(h, n * latent + l));
-            on_ranks(&|r| op.placement(Param::KB, r), &scope, rank, &base, Value::Heads(Arc::new(misread))).map(Some)
+            on_ranks(&|r| op.placement(Param::KB, r), &scope, rank, key, &base, Value::Heads(Arc::new(misread)))
+                .map(Some)
         };
         vec![Hypothesis {
             kind: self.kind(),

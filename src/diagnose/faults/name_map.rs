@@ -50,7 +50,7 @@ impl Fault for NameMap {
                         Value::Matrix(m) => Value::Matrix(Arc::new(m.mapv(|_| 0.0))),
                         Value::Heads(h) => Value::Heads(Arc::new(h.mapv(|_| 0.0))),
                     };
-                    on_ranks(&|r| op.placement(param, r), &scope, rank, &base, zero).map(Some)
+                    on_ranks(&|r| op.placement(param, r), &scope, rank, key, &base, zero).map(Some)
                 };
                 all.push(Hypothesis {
                     kind: self.kind(),

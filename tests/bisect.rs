@@ -1,0 +1,182 @@
+//! Every fault of the catalogue at three sites and two degrees is named: kind, layer, operation, ranks. Every negative
+//! twin reports nothing, and a fault outside the catalogue's explanations is UNKNOWN.
+
+#[path = "common/running.rs"]
+mod running;
+
+use lockstep::diagnose::bisect::{self, Bisection};
+use lockstep::diagnose::faults::decorate::{Decorations, FaultyEngines};
+use lockstep::diagnose::faults::{CATALOGUE, Injection, inject};
+use lockstep::engine::Attention;
+use lockstep::verify::{Engines, PlainEngines, Progress, Subject, Verdict};
+use running::{GLM5_NANO, open};
+
+struct Quiet;
+
+impl Progress for Quiet {
+    fn at(&self, _: &str, _: usize, _: usize) {}
+}
+
+/// 80 tokens of ordinary ids: top-k is 64, so sparse attention is active; two of the rows lie within it.
+fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
+    Subject {
+        checkpoint: open(GLM5_NANO),
+        baseline: None,
+        engines,
+        tp,
+        attention: Attention::Dsa,
+        ids: (0..80).map(|i| 200 + i * 37 % 3000).collect(),
+        prompt: "80 fixed ids".into(),
+        rows: vec![5, 40, 66, 71, 75, 79],
+        layers: None,
+        target: None,
+        seed: 0,
+    }
+}
+
+fn faulty(typed: &str, tp: usize) -> Box<dyn Engines> {
+    let mut faults = Decorations::default();
+    inject(&open(GLM5_NANO), tp, &Injection::parse(typed).expect("a fault"), &mut faults).expect("a valid site");
+    Box::new(FaultyEngines(faults))
+}
+
+fn bisect(typed: &str, tp: usize) -> Bisection {
+    bisect::run(&subject(tp, faulty(typed, tp)), &Quiet).expect("runs")
+}
+
+/// Which ranks a fault shows on.
+#[derive(Clone, Copy)]
+enum Ranks {
+    All,
+    /// All but rank 0, whose own range is right.
+    Others,
+    One(usize),
+}
+
+/// Asserts kind, layer, operation and ranks at TP 2 and 8.
+fn assert_named(site: &str, kind: &str, layer: Option<usize>, op: &str, ranks: Ranks) {
+    for tp in [2, 8] {
+        let found = bisect(&format!("{kind}@{site}"), tp);
+        let at = format!("{kind}@{site} at tp {tp}");
+        assert_eq!(found.verdict, Verdict::Divergent, "{at}");
+        let culprit = found.culprit.expect("a culprit");
+        let explained = culprit.explanation.unwrap_or_else(|| panic!("{at}: UNKNOWN, {:?}", culprit.ruled_out));
+        assert_eq!(explained.kind, kind, "{at}: {}", explained.statement);
+        assert_eq!((culprit.finding.layer, culprit.finding.point.name()), (layer, op), "{at}");
+        let expected: Vec<usize> = match ranks {
+            Ranks::All => (0..tp).collect(),
+            Ranks::Others => (1..tp).collect(),
+            Ranks::One(rank) => vec![rank],
+        };
+        assert_eq!(culprit.finding.ranks, expected, "{at}");
+        assert!(culprit.also.iter().all(|a| a.starts_with(kind)), "{at}: {:?}", culprit.also);
+    }
+}
+
+#[test]
+fn fused_part_order() {
+    let named = |site, layer, op, ranks| assert_named(site, "SHARD_ORDER", Some(layer), op, ranks);
+    named("blk.2.attn_qkv_a", 2, "attn.q_a", Ranks::All);
+    named("blk.0.ffn_gate_up", 0, "ffn.hidden", Ranks::All);
+    named("blk.4.attn_q_b_indexer", 4, "attn.q_raw", Ranks::All);
+    named("blk.3.ffn_gate_up_exps:rank=1", 3, "ffn.hidden", Ranks::One(1));
+}
+
+#[test]
+fn k_b_read_in_the_other_layout() {
+    let named = |site, layer, ranks| assert_named(site, "KV_B_LAYOUT", Some(layer), "attn.q_absorbed", ranks);
+    named("blk.0.attn_k_b", 0, Ranks::All);
+    named("blk.3.attn_k_b:rank=1", 3, Ranks::One(1));
+    named("blk.5.attn_k_b", 5, Ranks::All);
+}
+
+#[test]
+fn a_parameter_never_filled() {
+    let named = |site, layer, op, ranks| assert_named(site, "NAME_MAP", layer, op, ranks);
+    named("blk.1.ffn_down_exps", Some(1), "ffn.routed", Ranks::All);
+    named("blk.3.indexer.proj:rank=1", Some(3), "attn.index_weights", Ranks::One(1));
+    named("blk.4.attn_output:rank=1", Some(4), "attn.out", Ranks::One(1));
+    named("output", None, "logits", Ranks::All);
+}
+
+#[test]
+fn quantised_bytes_read_as_plain() {
+    let named = |site, layer, op, ranks| assert_named(site, "DTYPE_REINTERPRET", layer, op, ranks);
+    named("blk.2.indexer.attn_k", Some(2), "attn.index_k", Ranks::All);
+    named("blk.1.attn_q_b", Some(1), "attn.q_raw", Ranks::All);
+    named("blk.3.ffn_up_exps", Some(3), "ffn.hidden", Ranks::All);
+    named("blk.2.attn_k_b:rank=1", Some(2), "attn.q_absorbed", Ranks::One(1));
+}
+
+#[test]
+fn sparse_attention_dropped() {
+    let named = |site, layer, ranks| assert_named(site, "DSA_INACTIVE", Some(layer), "attn.latent", ranks);
+    named("layers.0.attn.latent", 0, Ranks::All);
+    named("layers.2.attn.latent:rank=1", 2, Ranks::One(1));
+    named("layers.4.attn.latent", 4, Ranks::All);
+}
+
+#[test]
+fn sparse_attention_dropped_is_clean_within_top_k() {
+    let found = bisect("DSA_INACTIVE@layers.4.attn.latent", 2);
+    let tokens = found.culprit.expect("a culprit").finding.tokens;
+    assert!(tokens.iter().all(|t| *t >= 64) && !tokens.is_empty(), "{tokens:?}");
+    let mut short = subject(2, faulty("DSA_INACTIVE@layers.4.attn.latent", 2));
+    short.ids.truncate(64);
+    short.rows = vec![5, 40, 63];
+    assert!(bisect::run(&short, &Quiet).expect("runs").culprit.is_none(), "64 tokens see every key anyway");
+}
+
+#[test]
+fn rank_zeros_range_everywhere() {
+    let named = |site, layer, op, ranks| assert_named(site, "SHARD_PLACEMENT", layer, op, ranks);
+    named("blk.0.ffn_down", Some(0), "ffn.out", Ranks::Others);
+    named("blk.3.ffn_gate_up_exps", Some(3), "ffn.hidden", Ranks::Others);
+    named("blk.2.attn_k_b", Some(2), "attn.q_absorbed", Ranks::Others);
+    named("blk.4.ffn_down_exps:rank=1", Some(4), "ffn.routed", Ranks::One(1));
+    named("token_embd", None, "embed", Ranks::Others);
+}
+
+#[test]
+fn what_no_kind_explains_is_unknown() {
+    for site in ["layers.2.ffn.norm", "layers.1.attn.latent", "layers.3.attn.q_absorbed:rank=1"] {
+        let culprit = bisect(&format!("OP_NOISE@{site}"), 2).culprit.expect("a culprit");
+        let site = site.split(':').next().expect("a site");
+        assert_eq!(culprit.finding.name(), site);
+        assert!(culprit.explanation.is_none(), "{site}: {:?}", culprit.explanation);
+    }
+}
+
+/// The twin of every injection above: the same runs without a fault, also through the decorators.
+#[test]
+fn without_a_fault_nothing_is_reported() {
+    for tp in [2, 8] {
+        let decorated: Box<dyn Engines> = Box::new(FaultyEngines(Decorations::default()));
+        for engines in [Box::new(PlainEngines) as Box<dyn Engines>, decorated] {
+            let found = bisect::run(&subject(tp, engines), &Quiet).expect("runs");
+            assert_eq!(found.verdict, Verdict::Match, "tp {tp}: {:?}", found.culprit);
+            assert!(found.culprit.is_none() && found.others.is_empty() && found.judged > 150);
+        }
+    }
+}
+
+#[test]
+fn every_listed_site_is_valid_and_nothing_else_is() {
+    let checkpoint = open(GLM5_NANO);
+    for fault in CATALOGUE {
+        assert!(fault.sites(&checkpoint, 2).len() >= 3, "{}", fault.kind());
+        for site in fault.sites(&checkpoint, 2) {
+            let injection = Injection::parse(&format!("{}@{site}", fault.kind())).expect("readable");
+            let mut into = Decorations::default();
+            inject(&checkpoint, 2, &injection, &mut into).expect("valid");
+            let added = into.tensors.len() + into.orders.len() + into.placements.len() + into.ops.len();
+            assert!(added > 0, "{}@{site} decorates nothing", fault.kind());
+        }
+    }
+    for bad in ["NAME_MAP@blk.9.attn_q_b", "NOPE@blk.0.attn_q_b", "KV_B_LAYOUT@blk.0.attn_v_b"] {
+        let injection = Injection::parse(bad).expect("readable");
+        assert!(inject(&checkpoint, 2, &injection, &mut Decorations::default()).is_err(), "{bad}");
+    }
+    let beyond = Injection::parse("NAME_MAP@blk.0.attn_q_b:rank=2").expect("readable");
+    assert!(inject(&checkpoint, 2, &beyond, &mut Decorations::default()).is_err());
+}

@@ -5,6 +5,8 @@ mod common {
     pub mod running;
 }
 
+use std::sync::Arc;
+
 use common::running::{GLM5_NANO, engine, goldens, greedy, open, run_all};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::scheduler::Finish;
@@ -12,8 +14,6 @@ use lockstep::tokenize::{ChatMessage, Tokenizer};
 
 /// Exact arithmetic loses one; another may lie within rounding.
 const MOST_LOST: usize = 2;
-/// Of every fourth verse at eight ranks.
-const SAMPLE: usize = 4;
 
 struct Verse {
     ask: String,
@@ -28,11 +28,13 @@ fn verses() -> Vec<Verse> {
 }
 
 /// Asks for all verses, many at a time, and returns those that were not answered to the letter.
-fn lost(checkpoint: &std::sync::Arc<Checkpoint>, tp: usize, verses: &[&Verse]) -> Vec<String> {
+fn lost(checkpoint: &Arc<Checkpoint>, tp: usize) -> Vec<String> {
+    let verses = verses();
+    assert_eq!(verses.len(), 108);
     let tokenizer = Tokenizer::new(&checkpoint.tokenizer_spec().expect("a tokenizer")).expect("a tokenizer");
     let stop: Vec<u32> = tokenizer.stop_ids().ids.iter().map(|s| s.id).collect();
     let mut engine = engine(checkpoint, tp, 24);
-    let ask = |v: &&Verse| {
+    let ask = |v: &Verse| {
         let chat = [ChatMessage::new("user", &v.ask)];
         greedy(&tokenizer.chat_ids(&chat, true, &serde_json::Map::new()).expect("a prompt"), 200, &stop)
     };
@@ -53,26 +55,12 @@ fn lost(checkpoint: &std::sync::Arc<Checkpoint>, tp: usize, verses: &[&Verse]) -
 
 #[test]
 fn one_rank_quotes_the_verses() {
-    let all = verses();
-    assert_eq!(all.len(), 108);
-    let lost = lost(&open(GLM5_NANO), 1, &all.iter().collect::<Vec<_>>());
+    let lost = lost(&open(GLM5_NANO), 1);
     assert!(lost.len() <= MOST_LOST, "{lost:#?}");
 }
 
-/// A quarter of them, since eight ranks share what cores there are.
 #[test]
-fn eight_ranks_quote_a_sample_of_the_verses() {
-    let all = verses();
-    let sample: Vec<&Verse> = all.iter().step_by(SAMPLE).collect();
-    let lost = lost(&open(GLM5_NANO), 8, &sample);
-    assert!(lost.len() <= MOST_LOST, "{lost:#?}");
-}
-
-/// All of them at eight ranks.
-#[test]
-#[ignore = "slow where cores are few; run with --ignored"]
 fn eight_ranks_quote_the_verses() {
-    let all = verses();
-    let lost = lost(&open(GLM5_NANO), 8, &all.iter().collect::<Vec<_>>());
+    let lost = lost(&open(GLM5_NANO), 8);
     assert!(lost.len() <= MOST_LOST, "{lost:#?}");
 }

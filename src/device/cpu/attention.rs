@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::simd::{axpy, dot};
+use super::simd::{Kernels, Lanes, TILE_TOKENS, axpy};
 use super::{CpuBuf, CpuCache, CpuIndex};
 use crate::device::Heads;
 use crate::engine::batch::Batch;
+use crate::quant::Isa;
 
 /// Multiply-adds below which one thread is faster than waking others.
 const PARALLEL_FROM: usize = 1 << 20;
@@ -90,15 +91,13 @@ impl Indexer<'_> {
     /// Scores of the first keys: sum over heads of weight * relu(q . k), heads in order.
     fn score(&self, t: usize, out: &mut [f32]) {
         let table = &self.inputs.tables[self.inputs.tokens[t].sequence as usize];
-        let (q, w) = (self.q.row(t), &self.weights.row(t)[self.weight_cols.clone()]);
+        let w = &self.weights.row(t)[self.weight_cols.clone()];
+        let (kernels, heads) = (Kernels::new(Isa::best()), heads_of(self.q.row(t), self.q_heads));
+        let mut products = vec![0.0; w.len()];
         for (p, out) in out.iter_mut().enumerate() {
             let key = self.cache.row(self.layer, self.cache.slot(table, p));
-            let mut sum = 0.0;
-            for (h, w) in w.iter().enumerate() {
-                let start = self.q_heads.start + h * self.q_heads.stride;
-                sum += w * dot(&q[start..start + self.q_heads.width], key).max(0.0);
-            }
-            *out = sum;
+            dots(&kernels, [(key, &heads)], &mut products);
+            *out = w.iter().zip(&products).fold(0.0, |sum, (w, product)| sum + w * product.max(0.0));
         }
     }
 }
@@ -156,24 +155,51 @@ impl Attention<'_> {
             }
             None => (0..=token.position as usize).map(|p| self.cache.slot(table, p)).collect(),
         };
-        let latent = self.latent_heads.width;
-        let mut p = vec![0.0f32; slots.len()];
-        for h in 0..self.latent_heads.count {
-            let at = self.latent_heads.start + h * self.latent_heads.stride;
-            let q_latent = &self.q_latent.row(t)[at..at + latent];
-            let at = self.rope_heads.start + h * self.rope_heads.stride;
-            let q_rope = &self.q_rope.row(t)[at..at + self.rope_heads.width];
-            for (p, slot) in p.iter_mut().zip(&slots) {
-                let row = self.cache.row(self.layer, *slot);
-                *p = (dot(q_latent, &row[..latent]) + dot(q_rope, &row[latent..])) * self.scale;
-            }
-            softmax(&mut p);
-            let out = &mut out[h * latent..(h + 1) * latent];
-            out.fill(0.0);
-            for (p, slot) in p.iter().zip(&slots) {
-                axpy(*p, &self.cache.row(self.layer, *slot)[..latent], out);
+        let (latent, count, keys) = (self.latent_heads.width, self.latent_heads.count, slots.len());
+        let q_latent = heads_of(self.q_latent.row(t), self.latent_heads);
+        let q_rope = heads_of(self.q_rope.row(t), self.rope_heads);
+        let kernels = Kernels::new(Isa::best());
+        let mut products = vec![0.0; count];
+        // Scores key by key, since all heads read the same row; `p` is [heads][keys].
+        let mut p = vec![0.0f32; count * keys];
+        for (k, slot) in slots.iter().enumerate() {
+            let row = self.cache.row(self.layer, *slot);
+            dots(&kernels, [(&row[..latent], &q_latent), (&row[latent..], &q_rope)], &mut products);
+            for (h, product) in products.iter().enumerate() {
+                p[h * keys + k] = product * self.scale;
             }
         }
+        out.fill(0.0);
+        let row = |slot: usize| &self.cache.row(self.layer, slot)[..latent];
+        for (p, out) in p.chunks_exact_mut(keys.max(1)).zip(out.chunks_exact_mut(latent)) {
+            softmax(p);
+            let ((fours, last), (slots, last_slots)) = (p.as_chunks::<4>(), slots.as_chunks::<4>());
+            for (p, slots) in fours.iter().zip(slots) {
+                kernels.axpy_four(*p, slots.map(row), out);
+            }
+            for (p, slot) in last.iter().zip(last_slots) {
+                axpy(*p, row(*slot), out);
+            }
+        }
+    }
+}
+
+/// The heads of one row.
+fn heads_of(row: &[f32], heads: Heads) -> Vec<&[f32]> {
+    let start = |h| heads.start + h * heads.stride;
+    (0..heads.count).map(|h| &row[start(h)..start(h) + heads.width]).collect()
+}
+
+/// The product of a key with every head, both given in the same parts: their columns run on in the same lanes, and each
+/// product is totalled once.
+fn dots<const P: usize>(kernels: &Kernels, parts: [(&[f32], &[&[f32]]); P], out: &mut [f32]) {
+    for (i, out) in out.chunks_mut(TILE_TOKENS).enumerate() {
+        let mut sums = [Lanes::ZERO; TILE_TOKENS];
+        let sums = &mut sums[..out.len()];
+        for (key, heads) in parts {
+            kernels.tile(key, &heads[i * TILE_TOKENS..][..out.len()], sums);
+        }
+        kernels.totals(sums, out);
     }
 }
 

@@ -43,6 +43,7 @@ pub struct Kernels {
     tiles: [[Tile; TILE_TOKENS]; 2],
     dot: unsafe fn(&[f32], &[f32]) -> f32,
     axpy: unsafe fn(f32, &[f32], &mut [f32]),
+    axpy_four: unsafe fn([f32; 4], [&[f32]; 4], &mut [f32]),
     totals: unsafe fn(&[Lanes], &mut [f32]),
 }
 
@@ -73,6 +74,15 @@ impl Kernels {
         let tile = self.tiles[usize::from(rows == TILE_ROWS)][tokens - 1];
         // SAFETY: the tile was compiled for a level this machine has, and the sizes were checked above.
         unsafe { tile(w, x, sums) };
+    }
+
+    /// Four [`axpy`] one after the other, with the same bits, that read and write `y` once: the four rows are as long as
+    /// `y`.
+    #[inline]
+    pub fn axpy_four(&self, alpha: [f32; 4], x: [&[f32]; 4], y: &mut [f32]) {
+        assert!(x.iter().all(|x| x.len() == y.len()));
+        // SAFETY: compiled for a level this machine has.
+        unsafe { (self.axpy_four)(alpha, x, y) };
     }
 
     /// The total of each sum, over the shorter of the two.
@@ -193,6 +203,7 @@ macro_rules! level {
                 ],
                 dot,
                 axpy,
+                axpy_four,
                 totals,
             };
 
@@ -230,6 +241,14 @@ macro_rules! level {
             unsafe fn axpy(alpha: f32, x: &[f32], y: &mut [f32]) {
                 for (y, x) in y.iter_mut().zip(x) {
                     *y = alpha.mul_add(*x, *y);
+                }
+            }
+
+            $(#[$attribute])?
+            unsafe fn axpy_four(alpha: [f32; 4], [a, b, c, d]: [&[f32]; 4], y: &mut [f32]) {
+                for ((((y, a), b), c), d) in y.iter_mut().zip(a).zip(b).zip(c).zip(d) {
+                    let two = alpha[1].mul_add(*b, alpha[0].mul_add(*a, *y));
+                    *y = alpha[3].mul_add(*d, alpha[2].mul_add(*c, two));
                 }
             }
         }
@@ -444,5 +463,20 @@ pub(super) mod tests {
         let mut out = y.clone();
         axpy(0.3, &x, &mut out);
         assert_eq!(out, expected);
+    }
+
+    #[test]
+    fn four_axpy_at_once_have_the_bits_of_one_after_the_other() {
+        let rows: Vec<Vec<f32>> = (0..4).map(|seed| values(77, 5 + seed)).collect();
+        let x: [&[f32]; 4] = std::array::from_fn(|i| rows[i].as_slice());
+        let (alpha, y) = ([0.5, -1.25, 3.0, 1e-3], values(77, 9));
+        let mut expected = y.clone();
+        alpha.iter().zip(x).for_each(|(alpha, x)| axpy(*alpha, x, &mut expected));
+        for isa in Isa::available() {
+            let kernels = Kernels::new(isa);
+            let mut out = y.clone();
+            kernels.axpy_four(alpha, x, &mut out);
+            assert_eq!(out, expected, "{isa:?}");
+        }
     }
 }

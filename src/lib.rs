@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod comm;
 pub mod device;
+pub mod diagnose;
 pub mod engine;
 pub mod gguf;
 pub mod model;

@@ -1,6 +1,8 @@
 //! Hostile files: cut, flipped, swapped, mislabelled. Each must be refused with the file, the place, what was expected and
 //! what was found; none may panic, take memory by an unchecked number, or write to stdout.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
+
 mod common;
 #[path = "hostile/config.rs"]
 mod config;

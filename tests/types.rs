@@ -1,6 +1,8 @@
 //! The tensor table and the values of every golden file against gguf-py: type, shape, offset, size, and hashes of the raw
 //! bytes and of the dequantised values.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
+
 mod common;
 
 use std::path::{Path, PathBuf};

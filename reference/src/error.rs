@@ -66,7 +66,8 @@ impl RefError {
         RefError::Key { key: key.into(), expected: expected.into(), found: found.into() }
     }
 
-    pub(crate) fn tensor(name: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Self {
+    /// A tensor that is not as it should be.
+    pub fn tensor(name: impl Into<String>, expected: impl Into<String>, found: impl Into<String>) -> Self {
         RefError::Tensor { name: name.into(), expected: expected.into(), found: found.into() }
     }
 }

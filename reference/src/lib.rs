@@ -22,6 +22,9 @@ pub mod slice;
 pub mod source;
 pub mod weights;
 
+/// The arrays that captured values and results travel in.
+pub use ndarray;
+
 pub use arith::{Arith, Order};
 pub use config::{Eps, RefConfig};
 pub use error::RefError;

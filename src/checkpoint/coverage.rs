@@ -211,7 +211,7 @@ fn why_unused(naming: Naming, c: &Config, name: &str, bound: &HashMap<Param, Bin
     }
     let kind = naming.kind_of(rest)?;
     if layer < c.layers && kind.is_indexer() && !c.is_full(layer) {
-        return Some("indexer of a shared layer, which reuses the last full layer's top-k");
+        return Some("indexer of a shared layer (it reuses an earlier top-k)");
     }
     (layer >= c.layers + c.mtp_layers).then_some("a block behind those that the metadata declares")
 }

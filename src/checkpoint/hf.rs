@@ -80,7 +80,8 @@ impl HfFolder {
         let file = std::fs::File::open(&path).map_err(|e| refuse(&path, e.to_string()))?;
         // SAFETY: read-only and private; see gguf::Source::open for what a shrinking file would do.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&path, e.to_string()))?;
-        let parsed = SafeTensors::deserialize(&map).map_err(|e| refuse(&path, format!("not safetensors: {e}")))?;
+        let parsed = SafeTensors::deserialize(&map)
+            .map_err(|e| refuse(&path, format!("expected safetensors, found damage: {e}")))?;
         let mut entries = Vec::new();
         for (name, view) in parsed.tensors() {
             let ty = match view.dtype() {
@@ -110,8 +111,8 @@ impl HfFolder {
 }
 
 fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
-    let text = std::fs::read_to_string(path).map_err(|e| refuse(path, e.to_string()))?;
-    serde_json::from_str(&text).map_err(|e| refuse(path, format!("not JSON: {e}")))
+    let text = std::fs::read(path).map_err(|e| refuse(path, e.to_string()))?;
+    serde_json::from_slice(&text).map_err(|e| refuse(path, format!("expected JSON, found something else: {e}")))
 }
 
 /// The safetensors files, in order of name.
@@ -135,11 +136,22 @@ fn shard_files(folder: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     names.sort();
     names.dedup();
     if names.is_empty() {
-        return Err(refuse(folder, "a config.json, but no .safetensors files: the weights are missing"));
+        return Err(refuse(
+            folder,
+            "expected .safetensors files beside config.json, found none: the weights are missing",
+        ));
     }
     let missing: Vec<&str> = names.iter().map(String::as_str).filter(|n| !folder.join(n).is_file()).collect();
     if !missing.is_empty() {
-        return Err(refuse(folder, format!("expected {} files, missing: {}", names.len(), missing.join(", "))));
+        return Err(refuse(
+            folder,
+            format!(
+                "expected {} safetensors files, found {}; missing: {}",
+                names.len(),
+                names.len() - missing.len(),
+                missing.join(", ")
+            ),
+        ));
     }
     Ok(names.into_iter().map(|n| folder.join(n)).collect())
 }

@@ -22,6 +22,10 @@ const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 a fault was found; 2 usag
 pub enum Command {
     /// What is in the file, how it maps to parameters, what each rank will hold
     Inspect(InspectArgs),
+    /// The checks: all of them, or the stages named
+    Verify(VerifyArgs),
+    /// The first bad layer, then operation, then region, then the kind of fault
+    Bisect(BisectArgs),
     /// Text to the terminal: a chat turn, or a plain completion with --raw
     Generate(GenerateArgs),
     /// Decode and prefill speed, and where a step's time goes
@@ -137,4 +141,85 @@ pub struct BenchArgs {
     /// Repetitions; medians and spread are over these
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub repeat: usize,
+}
+
+/// The stages of `verify`, in order of certainty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StageArg {
+    /// Do GPUs copy and reduce data correctly?
+    Host,
+    /// Is the file whole and consistent, does every tensor have a home?
+    File,
+    /// Do template, special tokens, stop ids and pre-tokenizer agree?
+    Tokenizer,
+    /// Does each rank hold the right bytes?
+    Weights,
+    /// Is every kernel right on this model's shapes and types?
+    Kernels,
+    /// Is every operation of every layer right?
+    Activations,
+    /// TP 1 = TP N, prefill = decode, chunked = whole, batch 1 = N, ...
+    Invariants,
+    /// KL to the reference over real prompts, greedy text
+    Logits,
+}
+
+/// What is looked at, by verify, bisect and dump.
+#[derive(Debug, Clone, Args)]
+pub struct SubjectArgs {
+    /// The model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tensor-parallel ranks [default: 8 for the built-in model, else 1]
+    #[arg(long, value_name = "N")]
+    pub tp: Option<usize>,
+    /// What queries attend to
+    #[arg(long, value_enum, default_value = "dsa")]
+    pub attention: AttentionArg,
+    /// A model or dump that is trusted as the other side
+    #[arg(long, value_name = "PATH")]
+    pub baseline: Option<PathBuf>,
+    /// A dump that is judged instead of our own run
+    #[arg(long, value_name = "DIR")]
+    pub target: Option<PathBuf>,
+    /// Text to run instead of the built-in one
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Layers to look at: 0,3-5
+    #[arg(long, value_name = "LIST")]
+    pub layers: Option<String>,
+    /// Query rows at which operations are judged; the last is always one of them
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    pub rows: usize,
+    /// Seed of sampled rows
+    #[arg(long, default_value_t = 0, value_name = "SEED")]
+    pub seed: u64,
+    /// Break something on purpose: KIND@SITE[:rank=R]; may repeat; `list` prints the valid ones
+    #[arg(long, value_name = "FAULT")]
+    pub inject: Vec<String>,
+}
+
+/// `bisect`.
+#[derive(Debug, Clone, Args)]
+pub struct BisectArgs {
+    /// What is looked at.
+    #[command(flatten)]
+    pub subject: SubjectArgs,
+}
+
+/// `verify`.
+#[derive(Debug, Clone, Args)]
+pub struct VerifyArgs {
+    /// Stages to run [default: all]
+    #[arg(value_enum)]
+    pub stages: Vec<StageArg>,
+    /// What is looked at.
+    #[command(flatten)]
+    pub subject: SubjectArgs,
+    /// Let DRIFT fail
+    #[arg(long)]
+    pub strict: bool,
+    /// Show every check, not only those that did not match
+    #[arg(long)]
+    pub all: bool,
 }

@@ -97,8 +97,8 @@ fn two_layouts(checkpoint: &Checkpoint) -> String {
     }
     let values = found.iter().filter_map(|(k, v)| v.map(|v| format!("{k} {v}"))).collect::<Vec<_>>();
     format!(
-        "\n  note: tensors and metadata describe two layouts: attn_kv_b is whole, but attention.* say split ({}).\n  \
-         Its shape is used; compare with a baseline before trusting it.",
+        "\n  note: tensors and metadata describe two layouts. attn_kv_b is whole, but under glm-dsa.attention.\n  \
+         {} say split.\n  The tensor's shape is used; compare with a baseline before trusting it.",
         values.join(", ")
     )
 }
@@ -125,7 +125,7 @@ fn groups(checkpoint: &Checkpoint, plan: &TpPlan) -> Vec<(Group, String, Vec<usi
     for layer in 0..c.layers {
         for group in Group::of_layer(c, layer) {
             let parts: Vec<String> = plan
-                .parts(group, layer)
+                .parts(group, layer, 0)
                 .into_iter()
                 .map(|p| format!("{} {}", p.kind.name(), type_name(checkpoint, p)))
                 .collect();
@@ -179,7 +179,8 @@ fn print(
     out: &mut dyn Write,
 ) -> std::io::Result<()> {
     let (c, coverage) = (checkpoint.config(), checkpoint.coverage());
-    writeln!(out, "{} ({})", checkpoint.name(), c.name)?;
+    let own_name = if c.name.is_empty() { String::new() } else { format!(" ({})", c.name) };
+    writeln!(out, "{}{own_name}", checkpoint.name())?;
     if let Some(gguf) = checkpoint.source().gguf() {
         let total: u64 = gguf.files().map(|(_, size)| size).sum();
         writeln!(out, "GGUF version {}, {} in {}", gguf.version(), bytes(total), count(gguf.files().count(), "file"))?;
@@ -245,12 +246,16 @@ fn print_budget(
     }
     writeln!(out, "{rows}\n")?;
     let mut totals = table(&["rank", ">trunk", ">MTP (not loaded)"]);
-    let mut alike: BTreeMap<(u64, u64), Vec<usize>> = BTreeMap::new();
-    for (rank, both) in budget.trunk_bytes().into_iter().zip(mtp_bytes(budget, plan.tp())).enumerate() {
-        alike.entry(both).or_default().push(rank);
+    let mut alike: Vec<([String; 2], Vec<usize>)> = Vec::new();
+    for (rank, (trunk, mtp)) in budget.trunk_bytes().into_iter().zip(mtp_bytes(budget, plan.tp())).enumerate() {
+        let both = [bytes(trunk), bytes(mtp)];
+        match alike.iter_mut().find(|(b, _)| *b == both) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => alike.push((both, vec![rank])),
+        }
     }
-    for ((trunk, mtp), ranks) in alike {
-        totals.add_row([format!("{} of {}", ranges(&ranks), plan.tp()), bytes(trunk), bytes(mtp)]);
+    for ([trunk, mtp], ranks) in alike {
+        totals.add_row([format!("{} of {}", ranges(&ranks), plan.tp()), trunk, mtp]);
     }
     writeln!(out, "{totals}\n")?;
     let full = (0..c.layers).filter(|l| c.is_full(*l)).count();
@@ -323,12 +328,17 @@ fn print_coverage(checkpoint: &Checkpoint, out: &mut dyn Write) -> std::io::Resu
             more(members, 1)
         )?;
     }
-    let mut shapes: BTreeMap<(Kind, &[u64], &[u64]), Vec<&ShapeFault>> = BTreeMap::new();
+    let mut shapes: Vec<Vec<&ShapeFault>> = Vec::new();
+    let alike = |s: &ShapeFault| (s.param.kind, s.expected.clone(), s.found.clone());
     for s in &coverage.shapes {
-        shapes.entry((s.param.kind, &s.expected, &s.found)).or_default().push(s);
+        match shapes.iter_mut().find(|members| alike(members[0]) == alike(s)) {
+            Some(members) => members.push(s),
+            None => shapes.push(vec![s]),
+        }
     }
-    for ((kind, expected, found), members) in shapes {
+    for members in shapes {
         let (first, layers) = (members[0], layers(members.iter().map(|m| m.param)));
+        let (kind, expected, found) = (first.param.kind, &first.expected, &first.found);
         let (file, keys) = (checkpoint.source().file_of(&first.tensor), first.keys.join(", "));
         writeln!(out, "  SHAPE {}{layers}: expected {expected:?} by {keys}, found {found:?}", kind.name())?;
         writeln!(out, "    in {}{}, {file}", first.tensor, more(&members, 1))?;
@@ -363,7 +373,10 @@ fn family(tensor: &str) -> String {
 /// ` in layers 0-2, 5`, or nothing for parameters of the whole model.
 fn layers(params: impl Iterator<Item = Param>) -> String {
     let layers: Vec<usize> = params.filter_map(|p| p.layer).collect();
-    if layers.is_empty() { String::new() } else { format!(" in layers {}", ranges(&layers)) }
+    match layers.len() {
+        0 => String::new(),
+        n => format!(" in layer{} {}", if n == 1 { "" } else { "s" }, ranges(&layers)),
+    }
 }
 
 /// The `--json` document; its schema is `inspect.schema.json` beside this file.

@@ -2,15 +2,20 @@
 
 pub mod args;
 mod bench;
+mod bisect;
 mod generate;
 mod inspect;
+mod subject;
+mod verify;
 
 use std::io::Write;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::diagnose::faults::InjectError;
 use crate::engine::{Attention, EngineError, Options};
 use crate::shard::ShardError;
 use crate::tokenize::TokenizeError;
+use crate::verify::VerifyError;
 use args::{AttentionArg, Cli, Command, EngineArgs};
 
 /// How a command ended, in the exit-code contract of the README.
@@ -50,6 +55,10 @@ pub enum CliError {
     Engine(#[from] EngineError),
     #[error("tokenizer: {0}")]
     Tokenize(#[from] TokenizeError),
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    #[error(transparent)]
+    Inject(#[from] InjectError),
     #[error("{0}")]
     Usage(String),
     #[error("cannot write the output: {0}")]
@@ -76,6 +85,8 @@ impl CliError {
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, out),
+        Command::Verify(args) => verify::run(&args, out),
+        Command::Bisect(args) => bisect::run(&args, out),
         Command::Generate(args) => generate::run(&args, out),
         Command::Bench(args) => bench::run(&args, out),
     }
@@ -84,10 +95,7 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
 /// The engine's options for one sequence, as typed.
 fn options(checkpoint: &Checkpoint, args: &EngineArgs) -> Result<Options, CliError> {
     let mut options = Options::for_one(checkpoint.config());
-    options.attention = match args.attention {
-        AttentionArg::Dsa => Attention::Dsa,
-        AttentionArg::Dense => Attention::Dense,
-    };
+    options.attention = attention(args.attention);
     if let Some(chunk) = args.chunk {
         if chunk == 0 {
             return Err(CliError::Usage("--chunk: expected at least 1 token, found 0".into()));
@@ -95,4 +103,11 @@ fn options(checkpoint: &Checkpoint, args: &EngineArgs) -> Result<Options, CliErr
         options.chunk = chunk.min(options.cache_tokens);
     }
     Ok(options)
+}
+
+fn attention(arg: AttentionArg) -> Attention {
+    match arg {
+        AttentionArg::Dsa => Attention::Dsa,
+        AttentionArg::Dense => Attention::Dense,
+    }
 }

@@ -2,6 +2,7 @@
 //! rank holds the same bits.
 
 mod threads;
+pub mod timed;
 
 pub use threads::Threads;
 

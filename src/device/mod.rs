@@ -6,6 +6,7 @@
 //! it takes a tap that says whether they are wanted.
 
 pub mod cpu;
+pub mod timed;
 
 use std::ops::Range;
 

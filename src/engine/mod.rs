@@ -122,27 +122,28 @@ impl Engine {
     pub fn cpu(checkpoint: Arc<Checkpoint>, tp: usize, options: Options) -> Result<Self, EngineError> {
         let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
         let devices = (0..tp).map(CpuDevice::new).collect();
-        Self::start(checkpoint, plan, devices, cpu_collective(tp), options)
+        Self::start(&|_| checkpoint.clone(), plan, devices, cpu_collective(tp), options)
     }
 
-    /// Starts one rank per device. All load at the same time; the first failure stops them all.
+    /// Starts one rank per device, each loading from its own view of the model. All load at the same time; the first
+    /// failure stops them all.
     ///
     /// # Errors
     /// Everything that loading refuses.
     pub fn start<D: Device>(
-        checkpoint: Arc<Checkpoint>,
+        checkpoint: &dyn Fn(usize) -> Arc<Checkpoint>,
         plan: Arc<dyn ShardPlan>,
         devices: Vec<D>,
         comm: Arc<dyn Collective<D>>,
         options: Options,
     ) -> Result<Self, EngineError> {
-        let config = checkpoint.config().clone();
+        let config = checkpoint(0).config().clone();
         let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
         let room =
             Room { tokens: options.chunk, sequences: options.sequences, logits: options.chunk, pages, page: PAGE };
         let mut ranks = Vec::with_capacity(devices.len());
         for (rank, device) in devices.into_iter().enumerate() {
-            let (checkpoint, plan, comm) = (checkpoint.clone(), plan.clone(), comm.clone());
+            let (checkpoint, plan, comm) = (checkpoint(rank), plan.clone(), comm.clone());
             ranks.push(RankThread::spawn(rank, options.attention, room, device, checkpoint, plan, comm)?);
         }
         let mut loaded = Ok(());
@@ -233,7 +234,7 @@ impl Engine {
     }
 }
 
-/// The collective that CPU ranks use.
-pub fn cpu_collective(tp: usize) -> Arc<dyn Collective<CpuDevice>> {
+/// The collective that ranks use whose devices share one process and read and write host memory.
+pub fn cpu_collective<D: Device>(tp: usize) -> Arc<dyn Collective<D>> {
     if tp == 1 { Arc::new(Solo) } else { Arc::new(Threads::new(tp, MEETING_TIMEOUT)) }
 }

@@ -133,6 +133,20 @@ impl Drop for RankThread {
     }
 }
 
+/// A rank that panics would leave the others waiting until they time out.
+struct AbortOnPanic<D: Device> {
+    rank: usize,
+    comm: Arc<dyn Collective<D>>,
+}
+
+impl<D: Device> Drop for AbortOnPanic<D> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.comm.abort(&format!("rank {}: its thread panicked", self.rank));
+        }
+    }
+}
+
 fn serve<D: Device>(
     rank: usize,
     mut forward: Forward<D>,
@@ -140,11 +154,13 @@ fn serve<D: Device>(
     inbox: &Receiver<Command>,
     outbox: &Sender<Result<Reply, EngineError>>,
 ) {
+    let _guard = AbortOnPanic { rank, comm: comm.clone() };
     while let Ok(command) = inbox.recv() {
         let reply = match command {
             Command::Step(batch, mut probe) => {
                 let ended = forward.run(comm.as_ref(), &batch, probe.as_deref_mut());
-                if let Err(e) = &ended {
+                // A batch without room was refused by every rank alike, before they met: the next one may fit.
+                if let Some(e) = ended.as_ref().err().filter(|e| !matches!(e, EngineError::Room { .. })) {
                     comm.abort(&format!("rank {rank}: {e}"));
                 }
                 ended.map(|ended| {

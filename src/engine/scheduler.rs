@@ -63,7 +63,7 @@ impl Scheduler {
     /// Queues a request; its number is in every event.
     ///
     /// # Errors
-    /// An empty prompt, or one that leaves no room in the context.
+    /// An empty prompt, one that leaves no room in the context, or an id outside the vocabulary.
     pub fn add(&mut self, engine: &Engine, request: Request) -> Result<u64, EngineError> {
         let context = engine.config().context.min(engine.options().cache_tokens);
         if request.prompt.is_empty() {
@@ -71,6 +71,10 @@ impl Scheduler {
         }
         if request.prompt.len() >= context {
             return Err(EngineError::Room { what: "prompt tokens", most: context - 1, found: request.prompt.len() });
+        }
+        let vocab = engine.config().vocab;
+        if let Some(id) = request.prompt.iter().find(|id| **id as usize >= vocab) {
+            return Err(EngineError::Room { what: "token id", most: vocab - 1, found: *id as usize });
         }
         let number = self.next;
         self.next += 1;

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::batch::Batch;
+use super::batch::{Batch, Token};
 use super::weights::{Ffn, Layer, VectorId, Weights};
 use super::{Attention, EngineError};
 use crate::comm::Collective;
@@ -201,6 +201,7 @@ impl<D: Device> Forward<D> {
         self.weights.columns(&self.device, param, param.kind.shape(&self.config)[0])
     }
 
+    /// Refuses what does not fit, before the first meeting: every rank comes to the same conclusion.
     fn check(&self, batch: &Batch) -> Result<(), EngineError> {
         let bad = |what, most: usize, found: usize| Err(EngineError::Room { what, most, found });
         let (room, c) = (&self.room, &self.config);
@@ -218,6 +219,14 @@ impl<D: Device> Forward<D> {
         }
         if let Some(token) = batch.tokens.iter().find(|t| t.sequence as usize >= batch.tables.len()) {
             return bad("sequence of a token", batch.tables.len(), token.sequence as usize);
+        }
+        let short = |t: &&Token| (t.position as usize) >= batch.tables[t.sequence as usize].len() * room.page;
+        if let Some(token) = batch.tokens.iter().find(short) {
+            let pages = batch.tables[token.sequence as usize].len();
+            return bad("position of a token in the pages of its sequence", pages * room.page, token.position as usize);
+        }
+        if let Some(page) = batch.tables.iter().flatten().find(|p| **p as usize >= room.pages) {
+            return bad("page of a sequence", room.pages - 1, *page as usize);
         }
         if let Some(row) = batch.logits.iter().find(|r| **r as usize >= batch.tokens.len()) {
             return bad("row of logits", batch.tokens.len() - 1, *row as usize);

@@ -214,7 +214,8 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// Joins the parts in the plan's order; they are looked for at their canonical places.
     fn group(&mut self, c: &Config, group: Group, layer: usize) -> Result<WeightId, EngineError> {
-        let parts = self.plan.parts(group, layer).into_iter().map(|p| self.part(p)).collect::<Result<_, _>>()?;
+        let parts =
+            self.plan.parts(group, layer, self.rank).into_iter().map(|p| self.part(p)).collect::<Result<_, _>>()?;
         self.weights.push(self.device.weight(parts)?);
         let index = self.weights.len() - 1;
         for (part, param) in group.parts(c, layer).into_iter().enumerate() {

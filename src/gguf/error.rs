@@ -25,8 +25,8 @@ pub enum GgufError {
     )]
     Type { path: PathBuf, tensor: String, offset: u64, id: u32, found: String },
     #[error(
-        "{}: tensor {tensor}: data expected at bytes {start}..{end}, but the file ends at {found}: {} bytes are missing. \
-         The file was cut; fetch it again",
+        "{}: tensor {tensor}: expected data at bytes {start}..{end}, found the end of the file at {found}: {} bytes are \
+         missing. The file was cut; fetch it again",
         path.display(), end - found
     )]
     Cut { path: PathBuf, tensor: String, start: u64, end: u64, found: u64 },

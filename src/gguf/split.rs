@@ -54,7 +54,10 @@ pub fn locate(path: &Path) -> Result<Vec<PathBuf>, GgufError> {
     };
     let set = |problem| GgufError::Set { path: first.clone(), problem };
     if name.count == 0 || name.count > MAX_SHARDS || name.number == 0 || name.number > name.count {
-        return Err(set(format!("shard {} of {} in the file name makes no sense", name.number, name.count)));
+        return Err(set(format!(
+            "expected a number from 1 to the count (at most {MAX_SHARDS}) in the file name, found {} of {}",
+            name.number, name.count
+        )));
     }
     let siblings: Vec<PathBuf> = (1..=name.count).map(|n| first.with_file_name(name.sibling(n))).collect();
     let missing: Vec<u32> = (1..=name.count).filter(|n| !siblings[*n as usize - 1].is_file()).collect();
@@ -104,11 +107,15 @@ fn only_set_in(folder: &Path) -> Result<PathBuf, GgufError> {
     match sets.len() {
         1 => sets.into_values().next().ok_or_else(|| set("empty".into())),
         0 => Err(set(match (nested, huggingface) {
-            (Some(sub), _) => format!("no GGUF file here, but {} has some: name that folder", sub.display()),
-            (None, true) => "no GGUF file here, only safetensors without a config.json beside them: a Hugging Face \
-                             folder needs both"
-                .into(),
-            (None, false) => "no GGUF file in this folder".into(),
+            (Some(sub), _) => {
+                format!("expected a GGUF file in this folder, found none here but some in {}: name that", sub.display())
+            }
+            (None, true) => {
+                "expected a GGUF file, or safetensors with a config.json beside them, found safetensors alone: \
+                             fetch the config.json, too"
+                    .into()
+            }
+            (None, false) => "expected a GGUF file or a Hugging Face model in this folder, found neither".into(),
         })),
         n => {
             let names: Vec<&str> = sets.keys().map(String::as_str).collect();
@@ -136,9 +143,9 @@ pub(super) fn check(shards: &[(&Path, &Header)]) -> Result<(), GgufError> {
         };
         if shards.len() == 1 {
             return Err(set(format!(
-                "this is shard {} of {count} (split.no, split.count), but its name does not follow \
-                 <prefix>-00001-of-{count:05}.gguf, so its siblings cannot be found: restore the name",
-                number(header, "split.no").map_or("?".into(), |n| (n + 1).to_string())
+                "expected the name <prefix>-{:05}-of-{count:05}.gguf, as split.no and split.count say, found another: its \
+                 siblings cannot be found without it. Restore the name",
+                number(header, "split.no").map_or(0, |n| n.saturating_add(1))
             )));
         }
         if count != shards.len() as u64 {

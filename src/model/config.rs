@@ -17,10 +17,10 @@ pub enum ConfigError {
     #[error("metadata key {key}: expected {expected}, found {found}")]
     Key { key: String, expected: String, found: String },
     #[error(
-        "architecture {found:?} is not handled here (expected glm-dsa, or model_type glm_moe_dsa); the file itself is \
-         complete: all {bytes} bytes of its tensors are present"
+        "{key}: expected {expected:?}, found {found:?}, which is not handled here; the file itself is complete: all {bytes} \
+         bytes of its tensors are present"
     )]
-    Architecture { found: String, bytes: u64 },
+    Architecture { key: &'static str, expected: &'static str, found: String, bytes: u64 },
     #[error("{what}: expected {expected}, found {found}")]
     Inconsistent { what: String, expected: String, found: String },
 }
@@ -139,11 +139,17 @@ impl Config {
     /// # Errors
     /// A missing key, a value of the wrong type or out of range, or values that contradict each other.
     pub fn from_metadata(meta: &dyn Metadata, bytes: u64) -> Result<Self, ConfigError> {
-        let key = if meta.is_hf() { "model_type" } else { "general.architecture" };
+        let (key, expected) = match meta.is_hf() {
+            true => ("model_type", "glm_moe_dsa"),
+            false => ("general.architecture", "glm-dsa"),
+        };
         match meta.get(key).and_then(Value::as_str) {
-            Some("glm-dsa") if !meta.is_hf() => super::glm_dsa::from_gguf(meta),
-            Some("glm_moe_dsa") if meta.is_hf() => super::glm_dsa::from_hf(meta),
-            found => Err(ConfigError::Architecture { found: found.unwrap_or("none").into(), bytes }),
+            Some(found) if found == expected && meta.is_hf() => super::glm_dsa::from_hf(meta),
+            Some(found) if found == expected => super::glm_dsa::from_gguf(meta),
+            found => {
+                let found = found.unwrap_or("no text there").into();
+                Err(ConfigError::Architecture { key, expected, found, bytes })
+            }
         }
     }
 

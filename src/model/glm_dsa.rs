@@ -101,7 +101,7 @@ impl Reader<'_> {
     }
 
     fn name(&self, key: &str) -> String {
-        self.meta.get(key).and_then(Value::as_str).unwrap_or("unnamed").to_string()
+        self.meta.get(key).and_then(Value::as_str).unwrap_or_default().to_string()
     }
 }
 
@@ -258,7 +258,7 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     let layers = r.uint("trunk layers", "num_hidden_layers", 1)?;
     r.choice("rope_parameters.rope_type", &["default"])?;
     r.choice("hidden_act", &["silu"])?;
-    for (name, key) in [("rope pairs adjacent", "rope_interleave"), ("indexer's too", "indexer_rope_interleave")] {
+    for (name, key) in [("interleaved rope", "rope_interleave"), ("indexer's rope, too", "indexer_rope_interleave")] {
         if !r.flag(name, key, true)? {
             return Err(inconsistent(key, "true (adjacent pairs)", "false (half-split)"));
         }

@@ -19,6 +19,7 @@ pub struct Trace {
     /// What queries attended to.
     pub attention: Attention,
     ranks: HashMap<(Point, Option<usize>), Vec<Captured>>,
+    shown: Option<(Vec<usize>, bool)>,
 }
 
 impl Trace {
@@ -29,7 +30,7 @@ impl Trace {
         for c in captured.into_iter().flatten() {
             ranks.entry((c.point, c.layer)).or_default().push(c);
         }
-        Trace { producer, ids, tp, attention, ranks }
+        Trace { producer, ids, tp, attention, ranks, shown: None }
     }
 
     /// Adds the captures of another run of the same prompt (other layers).
@@ -37,9 +38,21 @@ impl Trace {
         self.ranks.extend(other.ranks);
     }
 
+    /// The same trace, whose [`Trace::points`] are only those of `layers` and, if asked, the global ones; the rest stays
+    /// as inputs.
+    pub fn restricted(mut self, layers: &[usize], globals: bool) -> Trace {
+        self.shown = Some((layers.to_vec(), globals));
+        self
+    }
+
     /// The points that were captured on every rank, in the order of the forward pass.
     pub fn points(&self) -> Vec<(Point, Option<usize>)> {
-        let complete = self.ranks.iter().filter(|(_, c)| c.len() == self.tp);
+        let shown = |l: &Option<usize>| match (&self.shown, l) {
+            (None, _) => true,
+            (Some((_, globals)), None) => *globals,
+            (Some((layers, _)), Some(l)) => layers.contains(l),
+        };
+        let complete = self.ranks.iter().filter(|((_, l), c)| c.len() == self.tp && shown(l));
         let mut points: Vec<(Point, Option<usize>)> = complete.map(|(p, _)| *p).collect();
         points.sort_by_key(|(p, layer)| match p {
             Point::Embed => (0, 0, *p),

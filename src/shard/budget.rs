@@ -2,7 +2,7 @@
 
 use super::{Cut, ShardError, ShardPlan, TpPlan, legal_degrees};
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::model::{Param, params};
+use crate::model::{Config, Kind, Param, params};
 use crate::quant::QuantType;
 
 /// What one parameter costs.
@@ -61,6 +61,20 @@ impl Budget {
     /// Bytes of the MTP blocks on each rank.
     pub fn mtp_bytes(&self) -> Vec<u64> {
         per_rank(&self.mtp)
+    }
+
+    /// Bytes that all ranks together read for one decoded token: of an expert stack only as many experts as are used, of
+    /// the embedding one row, everything else whole.
+    pub fn token_bytes(&self, c: &Config) -> u64 {
+        let of = |line: &Line| {
+            let held: u64 = line.per_rank.iter().sum();
+            match line.param.kind {
+                kind if kind.is_expert_stack() => held / c.experts as u64 * c.experts_used as u64,
+                Kind::TokenEmbd => line.ty.row_bytes(c.hidden) as u64,
+                _ => held,
+            }
+        };
+        self.trunk.iter().map(of).sum()
     }
 
     /// Refuses a plan in which a rank's range cuts a block.

@@ -98,7 +98,7 @@ impl Group {
     pub fn name(self) -> &'static str {
         match self {
             Group::QkvA => "attn_qkv_a",
-            Group::QB => "attn_q_b+indexer",
+            Group::QB => "attn_q_b_indexer",
             Group::GateUp => "ffn_gate_up",
             Group::GateUpExps => "ffn_gate_up_exps",
             Group::GateUpShexp => "ffn_gate_up_shexp",
@@ -184,8 +184,8 @@ pub trait ShardPlan: Send + Sync {
     fn tp(&self) -> usize;
     /// What `rank` holds of `param`, whose blocks hold `block` values.
     fn slice(&self, param: Param, block: usize, rank: usize) -> Slice;
-    /// The order in which the parts of a fused group are joined.
-    fn parts(&self, group: Group, layer: usize) -> Vec<Param>;
+    /// The order in which `rank` joins the parts of a fused group.
+    fn parts(&self, group: Group, layer: usize, rank: usize) -> Vec<Param>;
 }
 
 /// The plan of section "tensor parallelism" in the README: every cut by the rules of [`Cut::of`].
@@ -246,7 +246,7 @@ impl ShardPlan for TpPlan {
         slice
     }
 
-    fn parts(&self, group: Group, layer: usize) -> Vec<Param> {
+    fn parts(&self, group: Group, layer: usize, _: usize) -> Vec<Param> {
         group.parts(&self.config, layer)
     }
 }

@@ -1,9 +1,11 @@
 //! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
 //! fault. One file per stage; each returns a [`StageReport`].
 
+pub mod activations;
 pub mod file;
 pub mod floor;
 pub mod pairing;
+pub mod replay;
 pub mod subject;
 pub mod tokenizer;
 pub mod verdict;

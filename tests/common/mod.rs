@@ -2,8 +2,12 @@
 //! binary as a user runs it.
 #![allow(dead_code)] // each test binary uses its own part
 
+pub mod schema;
+
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use lockstep::checkpoint::{Naming, names};
 use lockstep::gguf::value::{Array, Value};
@@ -35,6 +39,34 @@ pub fn inspect(model: &Path, args: &[&str]) -> Run {
 /// Runs a command to its end.
 pub fn run(command: &mut Command) -> Run {
     Run::from(command.output().expect("the binary starts"))
+}
+
+/// Runs a command to its end and measures its peak resident memory in KiB and its time. The kernel forgets the peak when
+/// the process ends, so it is read while the process runs, and last when it waits for its output to be taken: `command`
+/// must write more than a pipe holds (64 KiB).
+pub fn measure(command: &mut Command) -> (Run, u64, Duration) {
+    let started = Instant::now();
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let status = format!("/proc/{}/status", child.id());
+    let (mut peak, mut asleep, mut elapsed) = (0, 0, Duration::ZERO);
+    while asleep < 20 && child.try_wait().expect("a child").is_none() {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let field = |key: &str| text.lines().find_map(|l| l.strip_prefix(key)).map(str::trim).unwrap_or_default();
+        peak = field("VmHWM:").trim_end_matches(" kB").parse().unwrap_or(peak);
+        if field("State:").starts_with('S') {
+            asleep += 1;
+        } else {
+            (asleep, elapsed) = (0, started.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(asleep == 20, "it ended before its memory was read: too little output");
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    let waited = Instant::now();
+    child.stdout.take().expect("piped").read_to_string(&mut stdout).expect("UTF-8 output");
+    child.stderr.take().expect("piped").read_to_string(&mut stderr).expect("UTF-8 output");
+    let code = child.wait().expect("a child").code();
+    (Run { code, stdout, stderr }, peak, elapsed + waited.elapsed())
 }
 
 /// What a finished process left.

@@ -2,6 +2,7 @@
 //! operation. Every sum has one order that depends on neither threads nor batch, so runs are bit-equal.
 
 mod attention;
+pub mod host;
 pub mod matmul;
 mod ops;
 pub mod simd;

@@ -1,0 +1,150 @@
+//! `lockstep bisect`: the first bad layer, operation and region, and the kind of fault with its evidence.
+
+use std::io::Write;
+
+use serde_json::{Value as Json, json};
+
+use super::args::BisectArgs;
+use super::subject::{Bar, engines, list_faults, subject};
+use super::{CliError, Exit};
+use crate::diagnose::bisect::{self, Bisection, Culprit};
+use crate::report::table::{facts, ranges};
+use crate::verify::{Subject, Verdict};
+
+/// Other diverging operations that the table shows.
+const OTHERS_SHOWN: usize = 8;
+
+pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    if args.subject.inject.iter().any(|i| i == "list") {
+        list_faults(&args.subject, out)?;
+        return Ok(Exit::Ok);
+    }
+    let subject = subject(&args.subject, engines(&args.subject)?)?;
+    let found = {
+        let bar = Bar::new();
+        bisect::run(&subject, &bar)?
+    };
+    if args.subject.model.json {
+        serde_json::to_writer_pretty(&mut *out, &document(&subject, &found))?;
+        writeln!(out)?;
+    } else {
+        print(&subject, &found, out)?;
+    }
+    Ok(match found.verdict {
+        Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
+        Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
+        _ => Exit::Ok,
+    })
+}
+
+fn kind(culprit: &Culprit) -> &str {
+    culprit.explanation.as_ref().map_or("UNKNOWN", |e| e.kind)
+}
+
+fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::Result<()> {
+    writeln!(
+        out,
+        "{}: tp {}, attention {}, {}; {} operations judged at {} rows\n",
+        subject.checkpoint.name(),
+        subject.tp,
+        subject.attention.name(),
+        subject.prompt,
+        found.judged,
+        subject.rows.len()
+    )?;
+    if let Some(place) = &found.parts_at {
+        return writeln!(out, "verdict: NONDETERMINISTIC, no other verdict. The same input parts first at {place}.");
+    }
+    let Some(culprit) = &found.culprit else {
+        return writeln!(out, "verdict: {}. No operation diverges.", found.verdict.name());
+    };
+    let f = &culprit.finding;
+    let mut rows = facts();
+    let layer = f.layer.map_or("none (outside the layers)".into(), |l| l.to_string());
+    let mut add = |name: &str, value: &str| {
+        rows.add_row([name, value]);
+    };
+    add("kind", kind(culprit));
+    add("first bad layer", &layer);
+    add("operation", &f.name());
+    add("ranks", &rank_list(&f.ranks, subject.tp));
+    add("region", &culprit.region);
+    add("rows", &token_list(&f.tokens));
+    add("evidence", &f.detail);
+    match &culprit.explanation {
+        Some(e) => {
+            add("site", &e.site);
+            add("explanation", &e.statement);
+            let what =
+                if e.of_data { "the data; the operation itself is right" } else { "the operation; its data is right" };
+            add("fault of", what);
+            match e.by_bytes {
+                true => add("fit", "nothing finite is left to compare; the device holds exactly the predicted bytes"),
+                false => add("fit", &format!("residual rho {:.2} of {:.2} under this hypothesis", e.rho.0, e.rho.1)),
+            }
+            add("overturned by", &e.overturn);
+        }
+        None => add("explanation", "none of the catalogue fits; see what was ruled out"),
+    }
+    for also in &culprit.also {
+        add("fits as well", also);
+    }
+    let ruled: Vec<String> =
+        culprit.ruled_out.iter().map(|r| format!("{} ({} tried, best rho {:.1e})", r.kind, r.tried, r.rho)).collect();
+    add("ruled out", &if ruled.is_empty() { "nothing".into() } else { ruled.join("; ") });
+    writeln!(out, "{rows}")?;
+    if found.others.is_empty() {
+        writeln!(out, "\nEvery other operation is right, given its own inputs.")?;
+    } else {
+        let shown: Vec<String> = found.others.iter().take(OTHERS_SHOWN).map(|o| o.name()).collect();
+        let more = found.others.len().saturating_sub(OTHERS_SHOWN);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        writeln!(out, "\nWrong in their own right as well: {}{more}.", shown.join(", "))?;
+    }
+    writeln!(out, "\nverdict: {} {}", found.verdict.name(), kind(culprit))
+}
+
+fn rank_list(ranks: &[usize], tp: usize) -> String {
+    if ranks.len() == tp || ranks.is_empty() { format!("all {tp}") } else { format!("{} of {tp}", ranges(ranks)) }
+}
+
+fn token_list(tokens: &[usize]) -> String {
+    let mut sorted = tokens.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    if sorted.is_empty() {
+        "none alone; the whole output decides".into()
+    } else {
+        format!("tokens {}", ranges(&sorted))
+    }
+}
+
+fn document(subject: &Subject, found: &Bisection) -> Json {
+    let culprit = found.culprit.as_ref().map(|c| {
+        json!({
+            "kind": kind(c),
+            "layer": c.finding.layer,
+            "operation": c.finding.point.name(),
+            "ranks": c.finding.ranks,
+            "tokens": c.finding.tokens,
+            "region": c.region,
+            "evidence": c.finding.detail,
+            "explanation": c.explanation.as_ref().map(|e| json!({
+                "site": e.site, "statement": e.statement, "ranks": e.ranks, "rho": e.rho.0, "limit": e.rho.1,
+                "of_data": e.of_data, "by_bytes": e.by_bytes, "overturned_by": e.overturn,
+            })),
+            "fits_as_well": c.also,
+            "ruled_out": c.ruled_out.iter()
+                .map(|r| json!({"kind": r.kind, "tried": r.tried, "best_rho": r.rho.to_string()})).collect::<Vec<_>>(),
+        })
+    });
+    json!({
+        "model": subject.checkpoint.name(),
+        "tp": subject.tp,
+        "verdict": found.verdict.name(),
+        "judged": found.judged,
+        "culprit": culprit,
+        "parts_at": found.parts_at,
+        "others": found.others.iter().map(|o| o.name()).collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,209 @@
+//! From what was typed to a subject of verification: the model, the prompt, the rows, and progress on stderr.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::args::SubjectArgs;
+use super::{CliError, attention};
+use crate::checkpoint::Checkpoint;
+use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
+use crate::diagnose::faults::{CATALOGUE, Injection, inject};
+use crate::tokenize::Tokenizer;
+use crate::verify::{Engines, PlainEngines, Progress, Subject};
+
+/// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
+/// when repeated.
+const TEXT: &str = "The LORD is my shepherd; I shall not want. He maketh me to lie down in green pastures: he leadeth me \
+beside the still waters. He restoreth my soul: he leadeth me in the paths of righteousness for his name's sake. Yea, \
+though I walk through the valley of the shadow of death, I will fear no evil: for thou art with me; thy rod and thy staff \
+they comfort me. In the beginning God created the heaven and the earth. And the earth was without form, and void; and \
+darkness was upon the face of the deep. And the Spirit of God moved upon the face of the waters. And God said, Let there \
+be light: and there was light. ";
+
+/// Tokens beyond top-k, so that most judged rows of a short model are sparse.
+const BEYOND_TOP_K: usize = 48;
+const LEAST_TOKENS: usize = 64;
+
+/// The degree as typed, or the default.
+fn degree(args: &SubjectArgs) -> usize {
+    args.tp.unwrap_or(if args.model.model.is_none() { 8 } else { 1 })
+}
+
+/// Engines with the faults of `--inject`, or plain ones.
+pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> {
+    if args.inject.is_empty() {
+        return Ok(Box::new(PlainEngines));
+    }
+    let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
+    let mut faults = Decorations::default();
+    for typed in &args.inject {
+        inject(&checkpoint, degree(args), &Injection::parse(typed)?, &mut faults)?;
+    }
+    Ok(Box::new(FaultyEngines(faults)))
+}
+
+/// Prints every kind and where it can be injected.
+pub(super) fn list_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<(), CliError> {
+    let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
+    let tp = degree(args);
+    for fault in CATALOGUE {
+        let sites = fault.sites(&checkpoint, tp);
+        writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind(), fault.about(), sites.len())?;
+        for site in sites {
+            writeln!(out, "  {}@{site}", fault.kind())?;
+        }
+    }
+    Ok(())
+}
+
+/// Builds the subject.
+pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<Subject, CliError> {
+    let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
+    let tp = degree(args);
+    crate::shard::TpPlan::new(checkpoint.config(), tp)?; // refuse before anything is loaded
+    let c = checkpoint.config();
+    let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;
+    let (ids, prompt) = prompt(&checkpoint, args)?;
+    let rows = sample_rows(ids.len(), args.rows, args.seed);
+    let baseline = args.baseline.as_deref().map(|p| Checkpoint::open(Some(p)).map(Arc::new)).transpose()?;
+    Ok(Subject {
+        checkpoint,
+        baseline,
+        engines,
+        tp,
+        attention: attention(args.attention),
+        ids,
+        prompt,
+        rows,
+        layers,
+        target: None,
+        seed: args.seed,
+    })
+}
+
+/// Token ids longer than top-k where the context allows it, and a line on where they came from.
+fn prompt(checkpoint: &Checkpoint, args: &SubjectArgs) -> Result<(Vec<u32>, String), CliError> {
+    let c = checkpoint.config();
+    let wanted = (c.top_k + BEYOND_TOP_K).max(LEAST_TOKENS).min(c.context.saturating_sub(1)).max(1);
+    let tokenizer = checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
+    if let Some(text) = &args.prompt {
+        let ids = tokenizer?.prompt_ids(text)?;
+        if ids.is_empty() || ids.len() >= c.context {
+            let found = ids.len();
+            return Err(CliError::Usage(format!("--prompt: expected 1 to {} tokens, found {found}", c.context - 1)));
+        }
+        return Ok((ids, "the text of --prompt".into()));
+    }
+    if let Ok(tokenizer) = tokenizer {
+        let mut text = TEXT.to_string();
+        let mut ids = tokenizer.encode(&text, false)?;
+        while !ids.is_empty() && ids.len() < wanted {
+            text.push_str(TEXT);
+            ids = tokenizer.encode(&text, false)?;
+        }
+        ids.truncate(wanted);
+        if ids.len() == wanted && ids.iter().all(|id| (*id as usize) < c.vocab) {
+            return Ok((ids, format!("{wanted} tokens of built-in text")));
+        }
+    }
+    let mut random = SplitMix(args.seed);
+    let ids = (0..wanted).map(|_| (random.next() % c.vocab as u64) as u32).collect();
+    Ok((ids, format!("{wanted} random ids of seed {} (the model has no usable tokenizer)", args.seed)))
+}
+
+/// `n` distinct rows of `0..tokens`, ascending, the last always among them.
+fn sample_rows(tokens: usize, n: usize, seed: u64) -> Vec<usize> {
+    let mut random = SplitMix(seed ^ 0x5eed);
+    let mut rows = vec![tokens - 1];
+    while rows.len() < n.clamp(1, tokens) {
+        let row = (random.next() % tokens as u64) as usize;
+        if !rows.contains(&row) {
+            rows.push(row);
+        }
+    }
+    rows.sort_unstable();
+    rows
+}
+
+/// splitmix64: a fixed stream per seed.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// `0,3-5` as a sorted list.
+fn parse_layers(text: &str, layers: usize) -> Result<Vec<usize>, CliError> {
+    let bad =
+        || CliError::Usage(format!("--layers {text}: expected numbers and ranges of 0 to {}, as 0,3-5", layers - 1));
+    let mut all = Vec::new();
+    for part in text.split(',') {
+        let (a, b) = part.split_once('-').unwrap_or((part, part));
+        let (a, b): (usize, usize) = (a.trim().parse().map_err(|_| bad())?, b.trim().parse().map_err(|_| bad())?);
+        if a > b || b >= layers {
+            return Err(bad());
+        }
+        all.extend(a..=b);
+    }
+    all.sort_unstable();
+    all.dedup();
+    Ok(all)
+}
+
+/// A bar on stderr; nothing when stderr is no terminal.
+pub(super) struct Bar(ProgressBar);
+
+impl Bar {
+    pub(super) fn new() -> Self {
+        let bar = ProgressBar::new(0);
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {bar:30} {pos}/{len} [{elapsed}]") {
+            bar.set_style(style);
+        }
+        bar.enable_steady_tick(Duration::from_millis(120));
+        Bar(bar)
+    }
+}
+
+impl Progress for Bar {
+    fn at(&self, what: &str, done: usize, all: usize) {
+        self.0.set_length(all as u64);
+        self.0.set_position(done as u64);
+        self.0.set_message(what.to_string());
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layer_lists() {
+        assert_eq!(parse_layers("0,3-5,4", 6).expect("good"), [0, 3, 4, 5]);
+        for bad in ["", "6", "5-3", "x", "1-"] {
+            assert!(parse_layers(bad, 6).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sampled_rows_are_distinct_and_hold_the_last() {
+        let rows = sample_rows(112, 16, 3);
+        assert_eq!((rows.len(), rows[15]), (16, 111));
+        assert!(rows.windows(2).all(|w| w[0] < w[1]));
+        assert_eq!(sample_rows(3, 16, 0), [0, 1, 2]);
+    }
+}

@@ -1,0 +1,139 @@
+//! `lockstep verify`: the stages in order, a table or JSON, and the exit code of the contract.
+
+use std::io::Write;
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::args::{StageArg, VerifyArgs};
+use super::subject::{Bar, engines, list_faults, subject};
+use super::{CliError, Exit};
+use crate::report::table::table;
+use crate::verify::{
+    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, tokenizer, weights,
+};
+
+/// The stages in order of certainty.
+const ORDER: [StageArg; 8] = [
+    StageArg::Host,
+    StageArg::File,
+    StageArg::Tokenizer,
+    StageArg::Weights,
+    StageArg::Kernels,
+    StageArg::Activations,
+    StageArg::Invariants,
+    StageArg::Logits,
+];
+
+pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    if args.subject.inject.iter().any(|i| i == "list") {
+        list_faults(&args.subject, out)?;
+        return Ok(Exit::Ok);
+    }
+    let subject = subject(&args.subject, engines(&args.subject)?)?;
+    let mut reports = Vec::new();
+    for stage in ORDER {
+        if args.stages.is_empty() || args.stages.contains(&stage) {
+            let start = Instant::now();
+            let bar = Bar::new();
+            let mut report = run_stage(stage, &subject, &bar)?;
+            report.seconds = start.elapsed().as_secs_f64();
+            reports.push(report);
+        }
+    }
+    let exit = exit_of(&reports, args);
+    if args.subject.model.json {
+        serde_json::to_writer_pretty(&mut *out, &document(&subject, &reports, exit))?;
+        writeln!(out)?;
+    } else {
+        print(&subject, &reports, args.all, out)?;
+    }
+    Ok(exit)
+}
+
+fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
+    match stage {
+        StageArg::Host => Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads")),
+        StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
+        StageArg::File => file::run(subject, progress),
+        StageArg::Tokenizer => tokenizer::run(subject, progress),
+        StageArg::Weights => weights::run(subject, progress),
+        StageArg::Activations => activations::run(subject, progress),
+        _ => Ok(StageReport::not_applicable("?", "?")),
+    }
+}
+
+/// The exit code: a fault beats what was not measured, which beats success.
+fn exit_of(reports: &[StageReport], args: &VerifyArgs) -> Exit {
+    let worst = reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured);
+    let drift = reports.iter().any(|r| r.checks.iter().any(|c| c.verdict == Verdict::Drift));
+    // A stage that was asked for by name and cannot apply was not shown.
+    let named_na = !args.stages.is_empty() && reports.iter().any(|r| r.verdict() == Verdict::NotApplicable);
+    match worst {
+        Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
+        _ if args.strict && drift => Exit::Fault,
+        Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
+        _ if named_na => Exit::Unmeasured,
+        _ => Exit::Ok,
+    }
+}
+
+fn print(subject: &Subject, reports: &[StageReport], all: bool, out: &mut dyn Write) -> std::io::Result<()> {
+    writeln!(
+        out,
+        "{}: tp {}, attention {}, {}, rows judged with seed {}\n",
+        subject.checkpoint.name(),
+        subject.tp,
+        subject.attention.name(),
+        subject.prompt,
+        subject.seed
+    )?;
+    let mut stages = table(&["stage", "verdict", ">checks", ">s", "what was seen"]);
+    for r in reports {
+        let seconds = format!("{:.1}", r.seconds);
+        stages.add_row([
+            r.stage.to_string(),
+            r.verdict().name().into(),
+            r.made.to_string(),
+            seconds,
+            r.summary.clone(),
+        ]);
+    }
+    writeln!(out, "{stages}")?;
+    let shown = |c: &&Check| all || !matches!(c.verdict, Verdict::Match | Verdict::NotApplicable);
+    let rows: Vec<(&str, &Check)> =
+        reports.iter().flat_map(|r| r.checks.iter().filter(shown).map(|c| (r.stage, c))).collect();
+    if !rows.is_empty() {
+        let mut checks = table(&["stage", "check", "verdict", "evidence"]);
+        let most = if all { usize::MAX } else { 20 };
+        for (stage, c) in rows.iter().take(most) {
+            checks.add_row([stage, c.name.as_str(), c.verdict.name(), &c.detail]);
+        }
+        writeln!(out, "\n{checks}")?;
+        if rows.len() > most {
+            writeln!(out, "and {} more; --all or --json shows every one", rows.len() - most)?;
+        }
+    }
+    let worst = reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured);
+    match worst {
+        Verdict::Divergent | Verdict::Nondeterministic => {
+            writeln!(out, "\nverdict: {}. `lockstep bisect` with the same options names the fault.", worst.name())
+        }
+        _ => writeln!(out, "\nverdict: {}", worst.name()),
+    }
+}
+
+fn document(subject: &Subject, reports: &[StageReport], exit: Exit) -> serde_json::Value {
+    json!({
+        "model": subject.checkpoint.name(),
+        "tp": subject.tp,
+        "attention": subject.attention.name(),
+        "prompt": subject.prompt,
+        "ids": subject.ids,
+        "rows": subject.rows,
+        "seed": subject.seed,
+        "verdict": reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured).name(),
+        "exit": exit.code(),
+        "stages": reports.iter().map(StageReport::json).collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,85 @@
+//! Weights with some parameters altered: how a suspected fault of the data is tried out in the reference.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use lockstep_reference::ndarray::{Array1, Array2, Array3};
+use lockstep_reference::{Param, RefError, Weights};
+
+/// A parameter of the reference: layer, kind, and one expert of a stack (for the embedding: one id).
+pub type Key = (Option<usize>, Param, Option<usize>);
+
+/// An altered parameter.
+#[derive(Clone, Debug)]
+pub enum Value {
+    /// A vector.
+    Vector(Arc<Array1<f32>>),
+    /// A matrix `[out][in]`.
+    Matrix(Arc<Array2<f32>>),
+    /// One matrix per head.
+    Heads(Arc<Array3<f32>>),
+}
+
+/// What a parameter becomes; `None` leaves it as it is.
+pub type Change<'a> = dyn Fn(Key) -> Result<Option<Value>, RefError> + Sync + 'a;
+
+/// The weights of `base`, but for what `change` says. Every parameter is altered at most once.
+pub struct Altered<'a> {
+    base: &'a dyn Weights,
+    change: &'a Change<'a>,
+    made: Mutex<HashMap<Key, Option<Value>>>,
+}
+
+impl<'a> Altered<'a> {
+    /// `base` altered by `change`.
+    pub fn new(base: &'a dyn Weights, change: &'a Change<'a>) -> Self {
+        Altered { base, change, made: Mutex::default() }
+    }
+
+    fn get(&self, key: Key) -> Result<Option<Value>, RefError> {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = made.get(&key) {
+            return Ok(known.clone());
+        }
+        let value = (self.change)(key)?;
+        made.insert(key, value.clone());
+        Ok(value)
+    }
+}
+
+impl Weights for Altered<'_> {
+    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
+        match self.get((layer, param, None))? {
+            Some(Value::Vector(v)) => Ok(v),
+            _ => self.base.vector(layer, param),
+        }
+    }
+
+    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError> {
+        match self.get((layer, param, None))? {
+            Some(Value::Matrix(m)) => Ok(m),
+            _ => self.base.matrix(layer, param),
+        }
+    }
+
+    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError> {
+        match self.get((layer, param, None))? {
+            Some(Value::Heads(h)) => Ok(h),
+            _ => self.base.heads(layer, param),
+        }
+    }
+
+    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
+        match self.get((layer, param, Some(expert)))? {
+            Some(Value::Matrix(m)) => Ok(m),
+            _ => self.base.expert(layer, param, expert),
+        }
+    }
+
+    fn embedding_row(&self, id: usize) -> Result<Array1<f32>, RefError> {
+        match self.get((None, Param::Embed, Some(id)))? {
+            Some(Value::Vector(v)) => Ok(v.to_vec().into()),
+            _ => self.base.embedding_row(id),
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! The first bad layer, then the operation, then the region, then the kind of fault.
+//!
+//! The same input runs three times first: bits that differ are NONDETERMINISTIC, and nothing else is said. Then every
+//! operation is replayed; the first that diverges is explained by the catalogue, or it is UNKNOWN and what was ruled out
+//! is printed.
+
+use std::collections::BTreeMap;
+
+use lockstep_reference::{ModelWeights, Param as RefParam, RefConfig};
+
+use super::faults::CATALOGUE;
+use super::hypothesis::{Alter, OpContext};
+use crate::checkpoint::oracle::Raw;
+use crate::engine::{Attention, Engine};
+use crate::model::params;
+use crate::probe::{Layout, Point, Trace, Values};
+use crate::verify::activations::{OpFinding, eps_of, for_traces, judge_op};
+use crate::verify::floor::{LEAST_VALUES, limit};
+use crate::verify::pairing::reference_of;
+use crate::verify::replay::{Judge, Seen};
+use crate::verify::subject::{points_of, run_prompt};
+use crate::verify::{Progress, Subject, Verdict, VerifyError};
+
+/// An explanation that fits.
+#[derive(Clone, Debug)]
+pub struct Explanation {
+    /// The kind of fault.
+    pub kind: &'static str,
+    /// Tensor, fused group or operation.
+    pub site: String,
+    /// Ranks that are affected.
+    pub ranks: Vec<usize>,
+    /// In words.
+    pub statement: String,
+    /// What would overturn it.
+    pub overturn: String,
+    /// Residual under the hypothesis, in its own floors, and the limit.
+    pub rho: (f64, f64),
+    /// True for faults of the data, false for faults of an operation.
+    pub of_data: bool,
+    /// True where no finite value was left and the bytes read back from the device decided.
+    pub by_bytes: bool,
+}
+
+/// A hypothesis that was tried and does not fit.
+#[derive(Clone, Debug)]
+pub struct RuledOut {
+    /// The kind of fault.
+    pub kind: &'static str,
+    /// How many forms of it were tried.
+    pub tried: usize,
+    /// The smallest residual of them.
+    pub rho: f64,
+}
+
+/// The first operation that diverges.
+#[derive(Clone, Debug)]
+pub struct Culprit {
+    /// What was found there.
+    pub finding: OpFinding,
+    /// Parts of the result that diverge: heads, slots or channel blocks, in words.
+    pub region: String,
+    /// The explanation, if one fits.
+    pub explanation: Option<Explanation>,
+    /// Other kinds that fit as well and cannot be told apart from captures of this operation.
+    pub also: Vec<String>,
+    /// What does not fit.
+    pub ruled_out: Vec<RuledOut>,
+}
+
+/// The whole verdict.
+#[derive(Clone, Debug)]
+pub struct Bisection {
+    /// MATCH, DIVERGENT, NONDETERMINISTIC or UNMEASURED.
+    pub verdict: Verdict,
+    /// The first operation that diverges.
+    pub culprit: Option<Culprit>,
+    /// Other operations that are wrong in their own right (each was judged from its own inputs).
+    pub others: Vec<OpFinding>,
+    /// Operations judged.
+    pub judged: usize,
+    /// Where runs of the same input part, if they do.
+    pub parts_at: Option<String>,
+}
+
+/// Runs the bisection.
+///
+/// # Errors
+/// An engine that cannot run, a reference that cannot read the model.
+pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
+    let nothing = Bisection { verdict: Verdict::Match, culprit: None, others: Vec::new(), judged: 0, parts_at: None };
+    if subject.target.is_none() {
+        if let Some(place) = nondeterminism(subject, progress)? {
+            return Ok(Bisection { verdict: Verdict::Nondeterministic, parts_at: Some(place), ..nothing });
+        }
+    }
+    let raw = Raw(subject.checkpoint.source());
+    let config = RefConfig::from_raw(&raw, eps_of(subject))?;
+    let weights = ModelWeights::new(&raw, &config);
+    let (mut culprit, mut others, mut judged, mut unmeasured) = (None, Vec::new(), 0, 0);
+    for_traces(subject, &mut |trace| {
+        let dense = trace.attention == Attention::Dense;
+        let judge = Judge::new(&config, &weights, dense, trace.tp, &subject.rows);
+        for (point, layer) in trace.points() {
+            if !subject.wants_layer(layer) {
+                continue;
+            }
+            progress.at("bisect: layers replayed", layer.map_or(0, |l| l + 1), config.layers);
+            let finding = judge_op(&judge, trace, point, layer, subject)?;
+            judged += usize::from(finding.verdict != Verdict::NotApplicable);
+            unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
+            if finding.verdict != Verdict::Divergent {
+                continue;
+            }
+            if culprit.is_some() {
+                others.push(finding);
+                continue;
+            }
+            let ranks = match finding.ranks.is_empty() {
+                true => (0..trace.tp).collect(),
+                false => finding.ranks.clone(),
+            };
+            let op =
+                OpContext { raw: &raw, config: &config, weights: &weights, judge: &judge, trace, point, layer, ranks };
+            let region = region(&op)?;
+            culprit = Some(explain(subject, &op, finding, region, progress)?);
+        }
+        Ok(())
+    })?;
+    let verdict = match (&culprit, judged, unmeasured) {
+        (Some(_), ..) => Verdict::Divergent,
+        (None, 0, _) | (None, _, 1..) => Verdict::Unmeasured,
+        (None, ..) => Verdict::Match,
+    };
+    Ok(Bisection { verdict, culprit, others, judged, parts_at: None })
+}
+
+/// Runs the same input three times and says where the bits part.
+fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<String>, VerifyError> {
+    let mut first: Option<Trace> = None;
+    for i in 0..3 {
+        progress.at("bisect: same input three times", i, 3);
+        let mut engine = subject.engine()?;
+        let (trace, _) = run_prompt(&mut engine, &subject.ids, points_of(subject.layers.clone()))?;
+        let Some(first) = &first else {
+            first = Some(trace);
+            continue;
+        };
+        for (point, layer) in first.points() {
+            let (a, b) = (first.ranks(point, layer), trace.ranks(point, layer));
+            let same = |a: &Values, b: &Values| match (a, b) {
+                (Values::F32(a), Values::F32(b)) => {
+                    a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits())
+                }
+                (a, b) => a == b,
+            };
+            let equal = match (a, b) {
+                (Some(a), Some(b)) => a.iter().zip(b).all(|(a, b)| same(&a.values, &b.values)),
+                _ => false,
+            };
+            if !equal {
+                return Ok(Some(point.full_name(layer)));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Which heads, slots or channel blocks of the result diverge. These localise; they never decide.
+fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
+    let name = op.point.full_name(op.layer);
+    if op.point.is_choice() {
+        return Ok("the choice itself".into());
+    }
+    let rank = op.ranks.first().copied().unwrap_or(0);
+    let seen = Seen::new(op.trace, rank);
+    let Ok((reference, sigma)) = op.judge.recompute(&name, &|n| seen.get(n))? else { return Ok("unknown".into()) };
+    let Ok(whole) = op.trace.seen_by(rank, op.point, op.layer) else { return Ok("unknown".into()) };
+    let width = reference.len() / op.judge.rows.len();
+    let Some(target) = op.judge.target_rows(&whole, width) else { return Ok("unknown".into()) };
+    let measured = op.judge.measured(target, reference, sigma);
+    let (unit, size) = match op.point {
+        Point::QRaw | Point::Q => ("head", op.config.nope + op.config.rope),
+        Point::QAbsorbed | Point::Latent => ("head", op.config.kv_rank),
+        Point::Context => ("head", op.config.value),
+        Point::IndexQ => ("indexer head", op.config.index_dim),
+        Point::Hidden if op.layer.is_some_and(|l| op.config.is_moe(l)) => ("slot", op.config.moe_ffn),
+        _ => ("block of 32 channels", 32),
+    };
+    let count = width.div_ceil(size);
+    let bad: Vec<usize> = (0..count)
+        .filter(|u| {
+            let e = measured.energy(|_, j| j / size == *u);
+            e.m + e.misplaced >= LEAST_VALUES.min(width) && e.share() > 1.0
+        })
+        .collect();
+    let list = crate::report::table::ranges(&bad);
+    Ok(if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") })
+}
+
+/// The bytes that a rank holds where a parameter of the reference belongs.
+fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, param: RefParam) -> Option<Vec<u8>> {
+    let all = params::of_trunk(subject.checkpoint.config());
+    let own = all.into_iter().find(|p| reference_of(p.kind) == param && (p.layer == layer || p.layer.is_none()))?;
+    engine.read_weight(rank, own).ok()
+}
+
+fn explain(
+    subject: &Subject,
+    op: &OpContext<'_>,
+    finding: OpFinding,
+    region: String,
+    progress: &dyn Progress,
+) -> Result<Culprit, VerifyError> {
+    let mut fits: Vec<Explanation> = Vec::new();
+    let mut engine: Option<Engine> = None;
+    let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
+    for (i, fault) in CATALOGUE.iter().enumerate() {
+        progress.at("bisect: hypotheses", i, CATALOGUE.len());
+        for h in fault.hypotheses(op) {
+            let Some(energy) = op.residual(&h)? else { continue };
+            let (rho, most) = (energy.rho(), limit(energy.m));
+            // A prediction of nothing but NaN fits every NaN; then the bytes on the device must be the predicted ones.
+            let decisive = energy.m >= LEAST_VALUES;
+            let by_bytes = !decisive && rho <= most && subject.target.is_none() && h.reads.is_some() && {
+                if engine.is_none() {
+                    engine = Some(subject.engine()?);
+                }
+                op.is_held(&h, &|rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param))
+            };
+            if (decisive && rho <= most) || by_bytes {
+                fits.push(Explanation {
+                    kind: h.kind,
+                    site: h.site,
+                    ranks: h.ranks,
+                    statement: h.statement,
+                    overturn: h.overturn,
+                    rho: (rho, most),
+                    of_data: matches!(h.alter, Alter::Weights(_)),
+                    by_bytes,
+                });
+            } else {
+                let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));
+                *entry = (entry.0 + 1, entry.1.min(rho));
+            }
+        }
+    }
+    fits.sort_by(|a, b| (a.rho.0 / a.rho.1).total_cmp(&(b.rho.0 / b.rho.1)));
+    let mut fits = fits.into_iter();
+    let explanation = fits.next();
+    let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
+    let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
+    let mut finding = finding;
+    if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.point.layout() == Layout::Replicated) {
+        finding.ranks.clone_from(&e.ranks);
+    }
+    Ok(Culprit { finding, region, explanation, also, ruled_out })
+}

@@ -1,0 +1,175 @@
+//! SHARD_ORDER: the parts of a fused parameter are joined in another order than the one in which they are split off.
+
+use std::sync::Arc;
+
+use lockstep_reference::ndarray::{Array2, s};
+use lockstep_reference::slice::Placement;
+use lockstep_reference::{Param, RefError};
+
+use super::decorate::Decorations;
+use super::{Fault, group_of, group_site};
+use crate::checkpoint::Checkpoint;
+use crate::diagnose::altered::{Key, Value};
+use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked, value_of};
+use crate::probe::Point;
+use crate::shard::Group;
+
+/// See the module.
+pub struct ShardOrder;
+
+/// Parts of a fused group as the reference knows them.
+fn parts(op: &OpContext<'_>) -> Option<(Group, Vec<Param>)> {
+    let layer = op.layer?;
+    let full = op.config.index_full.get(layer).copied().unwrap_or(false);
+    let moe = op.config.is_moe(layer);
+    Some(match op.point {
+        Point::QA | Point::KvA | Point::IndexK | Point::IndexWeights if full => {
+            (Group::QkvA, vec![Param::QA, Param::KvA, Param::IndexK, Param::IndexProj])
+        }
+        Point::QA | Point::KvA => (Group::QkvA, vec![Param::QA, Param::KvA]),
+        Point::QRaw | Point::IndexQ if full => (Group::QB, vec![Param::QB, Param::IndexQB]),
+        Point::Hidden if !moe => (Group::GateUp, vec![Param::Gate, Param::Up]),
+        _ => return None,
+    })
+}
+
+impl Fault for ShardOrder {
+    fn kind(&self) -> &'static str {
+        "SHARD_ORDER"
+    }
+
+    fn about(&self) -> &'static str {
+        "the first two parts of a fused parameter joined in swapped order"
+    }
+
+    fn sites(&self, checkpoint: &Checkpoint, _: usize) -> Vec<String> {
+        let c = checkpoint.config();
+        let all = (0..c.layers).flat_map(|l| Group::of_layer(c, l).into_iter().map(move |g| (g, l)));
+        all.filter(|(g, l)| g.parts(c, *l).len() > 1).map(|(g, l)| group_site(g, l)).collect()
+    }
+
+    fn inject(&self, checkpoint: &Checkpoint, site: &str, rank: Option<usize>, into: &mut Decorations) {
+        let c = checkpoint.config();
+        if let Some((group, layer)) = group_of(c, site) {
+            let mut order: Vec<usize> = (0..group.parts(c, layer).len()).collect();
+            order.swap(0, 1);
+            into.orders.push((rank, group, layer, order));
+        }
+    }
+
+    fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
+        let Some(layer) = op.layer else { return Vec::new() };
+        let mut groups: Vec<(Group, Vec<Param>)> = parts(op).into_iter().collect();
+        if op.point == Point::Hidden && op.config.is_moe(layer) {
+            groups.push((Group::GateUpExps, vec![Param::GateExps, Param::UpExps]));
+            groups.push((Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]));
+        }
+        let mut all = Vec::new();
+        for (group, canonical) in groups {
+            for order in permutations(canonical.len()) {
+                let found: Vec<&str> = order.iter().map(|i| name(canonical[*i])).collect();
+                let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
+                let (parts, scope) = (canonical.clone(), op.ranks.clone());
+                let change = move |rank: usize, key: Key| match parts.iter().position(|p| *p == key.1) {
+                    Some(at) if key.0 == op.layer => misjoined(op, &parts, &order, at, rank, &scope, key).map(Some),
+                    _ => Ok(None),
+                };
+                all.push(Hypothesis {
+                    kind: self.kind(),
+                    site: group_site(group, layer),
+                    statement: format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", ")),
+                    overturn: "load the parts unfused: if the operation still diverges, their order is not at fault"
+                        .into(),
+                    ranks: op.ranks.clone(),
+                    also: siblings(group),
+                    reads: None,
+                    alter: Alter::Weights(Box::new(change)),
+                });
+            }
+        }
+        all
+    }
+}
+
+/// The points that a group's parts produce.
+fn siblings(group: Group) -> Vec<Point> {
+    match group {
+        Group::QkvA => vec![Point::QA, Point::KvA, Point::IndexK, Point::IndexWeights],
+        Group::QB => vec![Point::QRaw, Point::IndexQ],
+        Group::GateUp | Group::GateUpExps | Group::GateUpShexp => vec![Point::Hidden],
+    }
+}
+
+fn name(param: Param) -> &'static str {
+    match param {
+        Param::QA => "q_a",
+        Param::KvA => "kv_a",
+        Param::IndexK => "indexer.attn_k",
+        Param::IndexProj => "indexer.proj",
+        Param::QB => "q_b",
+        Param::IndexQB => "indexer.attn_q_b",
+        Param::Gate | Param::GateExps | Param::GateShared => "gate",
+        Param::Up | Param::UpExps | Param::UpShared => "up",
+        _ => "part",
+    }
+}
+
+/// Every order of `n` things but the first, the usual one.
+fn permutations(n: usize) -> Vec<Vec<usize>> {
+    let mut all = vec![Vec::new()];
+    for _ in 0..n {
+        let longer =
+            |p: &Vec<usize>| (0..n).filter(|i| !p.contains(i)).map(|i| [p.as_slice(), &[i]].concat()).collect();
+        all = all.iter().flat_map(|p| -> Vec<Vec<usize>> { longer(p) }).collect();
+    }
+    all.split_off(1)
+}
+
+/// What the place of part `at` holds when ranks of `scope` join their parts in `order`.
+fn misjoined(
+    op: &OpContext<'_>,
+    parts: &[Param],
+    order: &[usize],
+    at: usize,
+    rank: usize,
+    scope: &[usize],
+    key: Key,
+) -> Result<Value, RefError> {
+    let mut local: Vec<Arc<Array2<f32>>> = Vec::new();
+    let whole = |p: Param| match value_of(op.weights, (key.0, p, key.2))? {
+        Value::Matrix(m) => Ok(m),
+        _ => Err(RefError::tensor(name(p).to_string(), "a matrix".to_string(), "another form".to_string())),
+    };
+    let of_rank = |p: Param, r: usize| -> Result<Arc<Array2<f32>>, RefError> {
+        let m = whole(p)?;
+        Ok(match op.placement(p, r)? {
+            Placement::Rows(rows) => Arc::new(m.slice(s![rows, ..]).to_owned()),
+            _ => m,
+        })
+    };
+    let sharded = matches!(op.placement(parts[at], 0)?, Placement::Rows(_));
+    let ranks: Vec<usize> = if sharded { (0..op.trace.tp).collect() } else { vec![rank] };
+    for r in ranks {
+        let own: Vec<Arc<Array2<f32>>> = parts.iter().map(|p| of_rank(*p, r)).collect::<Result<_, _>>()?;
+        if !scope.contains(&r) {
+            local.push(own[at].clone());
+            continue;
+        }
+        let joined = stacked(&order.iter().map(|i| own[*i].clone()).collect::<Vec<_>>())?;
+        let first: usize = own[..at].iter().map(|m| m.nrows()).sum();
+        local.push(Arc::new(joined.slice(s![first..first + own[at].nrows(), ..]).to_owned()));
+    }
+    Ok(Value::Matrix(Arc::new(stacked(&local)?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::permutations;
+
+    #[test]
+    fn all_orders_but_the_usual_one() {
+        assert_eq!(permutations(2), [[1, 0]]);
+        assert_eq!(permutations(4).len(), 23);
+        assert!(!permutations(4).contains(&vec![0, 1, 2, 3]));
+    }
+}

@@ -1,0 +1,280 @@
+//! Trying explanations: an operation that diverges is recomputed in the reference under a hypothesis, and the hypothesis
+//! is accepted only if the residual falls back to its own noise floor.
+
+use std::sync::Arc;
+
+use lockstep_reference::ndarray::{Array2, Axis, Slice as NdSlice};
+use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
+use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
+
+use super::altered::{Altered, Key, Value};
+use crate::checkpoint::oracle::Raw;
+use crate::probe::{Layout, Point, Trace};
+use crate::verify::VerifyError;
+use crate::verify::floor::Energy;
+use crate::verify::replay::{Judge, Seen, Unjudged, classes, owner};
+
+/// An operation that diverges, and everything to explain it with.
+pub struct OpContext<'a> {
+    /// The model's raw tensors, as the reference sees them.
+    pub raw: &'a Raw<'a>,
+    /// The reference's configuration.
+    pub config: &'a RefConfig,
+    /// The reference's weights.
+    pub weights: &'a dyn Weights,
+    /// The judge that found it diverging.
+    pub judge: &'a Judge<'a>,
+    /// The captures.
+    pub trace: &'a Trace,
+    /// The operation's point.
+    pub point: Point,
+    /// Its layer.
+    pub layer: Option<usize>,
+    /// Ranks whose own slice or copy diverges; all of them where ranks cannot be told apart.
+    pub ranks: Vec<usize>,
+}
+
+/// What a hypothesis changes.
+pub enum Alter<'a> {
+    /// Parameters, as the given rank has them.
+    Weights(Box<dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a>),
+    /// How the model is run.
+    Options(Options),
+}
+
+/// An explanation.
+pub struct Hypothesis<'a> {
+    /// The kind of fault.
+    pub kind: &'static str,
+    /// Where: tensor, fused group or operation.
+    pub site: String,
+    /// Ranks that are affected if it is true.
+    pub ranks: Vec<usize>,
+    /// The explanation, in words.
+    pub statement: String,
+    /// The experiment that would overturn it.
+    pub overturn: String,
+    /// Other operations of the layer that it must explain as well, from their own inputs.
+    pub also: Vec<Point>,
+    /// The parameter whose bytes on the device it predicts, and what the faulty loader takes its tensor for: decides
+    /// where nothing finite is left to compare.
+    pub reads: Option<(Param, RawTensor<'a>)>,
+    /// What it changes.
+    pub alter: Alter<'a>,
+}
+
+/// The bytes that a rank holds where a parameter belongs; `None` where there is no engine to ask.
+pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
+
+impl OpContext<'_> {
+    /// True where all ranks hold the same sum, so that captures cannot tell which of them is wrong.
+    pub fn is_reduced(&self) -> bool {
+        let moe = self.layer.is_some_and(|l| self.config.is_moe(l));
+        matches!(self.point, Point::Embed | Point::AttnOut) || (self.point == Point::FfnOut && !moe)
+    }
+
+    /// The sets of ranks that a data fault may have hit: those that diverge, or, behind a reduction, all or any one.
+    pub fn scopes(&self) -> Vec<Vec<usize>> {
+        let all: Vec<usize> = (0..self.trace.tp).collect();
+        if !self.is_reduced() || self.trace.tp == 1 {
+            return vec![self.ranks.clone()];
+        }
+        let singles = all.iter().map(|r| vec![*r]);
+        std::iter::once(all.clone()).chain(singles).collect()
+    }
+
+    /// The parameters that the operation multiplies with.
+    pub fn params(&self) -> Vec<(Option<usize>, Param)> {
+        use Param::*;
+        let moe = self.layer.is_some_and(|l| self.config.is_moe(l));
+        let of_layer = |kinds: &[Param]| kinds.iter().map(|p| (self.layer, *p)).collect();
+        match self.point {
+            Point::Embed => vec![(None, Embed)],
+            Point::FinalNorm => vec![(None, FinalNorm)],
+            Point::Logits => vec![(None, Head)],
+            Point::AttnNorm => of_layer(&[AttnNorm]),
+            Point::QA => of_layer(&[QA]),
+            Point::QANorm => of_layer(&[QANorm]),
+            Point::QRaw => of_layer(&[QB]),
+            Point::KvA => of_layer(&[KvA]),
+            Point::KvLatent => of_layer(&[KvANorm]),
+            Point::QAbsorbed => of_layer(&[KB]),
+            Point::IndexQ => of_layer(&[IndexQB]),
+            Point::IndexK => of_layer(&[IndexK, IndexKNormW, IndexKNormB]),
+            Point::IndexWeights => of_layer(&[IndexProj]),
+            Point::Context => of_layer(&[VB]),
+            Point::AttnOut => of_layer(&[O]),
+            Point::FfnNorm => of_layer(&[FfnNorm]),
+            Point::RouterLogits => of_layer(&[Router]),
+            Point::ChoiceScores | Point::ExpertIds => of_layer(&[RouterBias]),
+            Point::Hidden if moe => of_layer(&[GateExps, UpExps, GateShared, UpShared]),
+            Point::Hidden => of_layer(&[Gate, Up]),
+            Point::Routed => of_layer(&[DownExps]),
+            Point::Shared => of_layer(&[DownShared]),
+            Point::FfnOut if !moe => of_layer(&[Down]),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The name of a parameter's tensor in the file.
+    pub fn tensor(&self, layer: Option<usize>, param: Param) -> String {
+        let found = lockstep_reference::weights::file_tensor(self.raw, self.config, layer, param, Some(0));
+        found.ok().flatten().map_or_else(|| format!("{param:?}"), |(name, _)| name)
+    }
+
+    /// What `rank` of this run holds of a parameter, by the reference's own rules.
+    ///
+    /// # Errors
+    /// A degree that does not divide the parameter.
+    pub fn placement(&self, param: Param, rank: usize) -> Result<Placement, RefError> {
+        placement(self.config, param, Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor })
+    }
+
+    /// Recomputes the operation, and the others that the hypothesis must explain, and compares with what diverging ranks
+    /// hold: the residual with the largest share of its limit.
+    ///
+    /// # Errors
+    /// Weights that cannot be read.
+    pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
+        let mut worst = self.residual_at(self.point, hypothesis)?;
+        for point in hypothesis.also.iter().filter(|p| **p != self.point) {
+            if worst.is_none_or(|w| w.share() > 1.0) {
+                break;
+            }
+            if let Some(other) = self.residual_at(*point, hypothesis)? {
+                worst = worst.map(|w| if other.share() > w.share() { other } else { w });
+            }
+        }
+        Ok(worst)
+    }
+
+    /// True when every affected rank's device holds exactly the bytes that the hypothesis predicts.
+    pub fn is_held(&self, hypothesis: &Hypothesis<'_>, held: Held<'_>) -> bool {
+        let Some((param, tensor)) = &hypothesis.reads else { return false };
+        let experts = ExpertSplit::Tensor;
+        !hypothesis.ranks.is_empty()
+            && hypothesis.ranks.iter().all(|rank| {
+                let split = Split { tp: self.trace.tp, rank: *rank, experts };
+                let expected = cut(self.config, *param, tensor, split).map(|c| c.bytes);
+                expected.is_ok_and(|e| held(*rank, self.layer, *param).is_some_and(|h| h == e))
+            })
+    }
+
+    fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
+        let name = point.full_name(self.layer);
+        let mut names = self.judge.inputs(&name).unwrap_or_default();
+        names.push(name.clone());
+        let mut total = Energy::default();
+        for class in classes(self.trace, &names) {
+            let mine: Vec<usize> = class.iter().copied().filter(|r| self.ranks.contains(r)).collect();
+            let Some(&rank) = mine.first() else { continue };
+            let seen = Seen::new(self.trace, rank);
+            let of_rank = |key: Key| match &hypothesis.alter {
+                Alter::Weights(change) => change(rank, key),
+                Alter::Options(_) => Ok(None),
+            };
+            let weights = Altered::new(self.weights, &of_rank);
+            let options = match hypothesis.alter {
+                Alter::Options(options) => options,
+                Alter::Weights(_) => self.judge.options,
+            };
+            let judge = Judge {
+                config: self.config,
+                weights: &weights,
+                options,
+                orders: self.judge.orders.clone(),
+                rows: self.judge.rows,
+            };
+            let Some(captured) = self.trace.ranks(point, self.layer) else { return Ok(None) };
+            if point.layout() == Layout::Partial && self.trace.tp > 1 {
+                let expected = judge.recompute_partials(&name, &|n| seen.get(n), self.trace.tp)?;
+                for r in mine {
+                    let (reference, sigma) = expected[r].clone();
+                    let width = reference.len() / judge.rows.len();
+                    let Some(target) = judge.target_rows(&captured[r], width) else { return Ok(None) };
+                    total.join(overflowed(judge.measured(target, reference, sigma)).whole());
+                }
+                continue;
+            }
+            let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
+                Ok(expected) => expected,
+                Err(Unjudged::NoSuchPoint | Unjudged::NoData(_)) => return Ok(None),
+            };
+            let Ok(whole) = self.trace.seen_by(rank, point, self.layer) else { return Ok(None) };
+            let width = reference.len() / judge.rows.len();
+            let Some(target) = judge.target_rows(&whole, width) else { return Ok(None) };
+            let measured = overflowed(judge.measured(target, reference, sigma));
+            let owned = |j: usize| owner(point, &whole.shape, self.trace.tp, j).is_none_or(|r| mine.contains(&r));
+            total.join(measured.energy(|_, j| owned(j)));
+        }
+        Ok(Some(total))
+    }
+}
+
+/// The reference in f64 does not overflow where f32 does; what f32 cannot hold is infinite on both sides.
+fn overflowed(mut m: crate::verify::replay::Measured) -> crate::verify::replay::Measured {
+    m.reference.iter_mut().for_each(|r| *r = f64::from(*r as f32));
+    m
+}
+
+/// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
+/// `base`. Replicated parameters are altered where `rank` is one of them.
+///
+/// # Errors
+/// A degree that does not divide the parameter.
+pub fn on_ranks(
+    place: &dyn Fn(usize) -> Result<Placement, RefError>,
+    ranks: &[usize],
+    rank: usize,
+    base: &Value,
+    altered: Value,
+) -> Result<Value, RefError> {
+    let mut out = base.clone();
+    for r in ranks {
+        let (axis, range) = match place(*r)? {
+            Placement::Replicated | Placement::Experts(_) => {
+                return Ok(if ranks.contains(&rank) { altered } else { base.clone() });
+            }
+            Placement::Rows(range) | Placement::Heads(range) | Placement::Vocab { rows: range, .. } => (0, range),
+            Placement::Cols(range) => (1, range),
+        };
+        let part = NdSlice::from(range);
+        match (&mut out, &altered) {
+            (Value::Matrix(to), Value::Matrix(from)) => {
+                Arc::make_mut(to).slice_axis_mut(Axis(axis), part).assign(&from.slice_axis(Axis(axis), part))
+            }
+            (Value::Heads(to), Value::Heads(from)) => {
+                Arc::make_mut(to).slice_axis_mut(Axis(0), part).assign(&from.slice_axis(Axis(0), part));
+            }
+            _ => return Ok(altered),
+        }
+    }
+    Ok(out)
+}
+
+/// A parameter of the reference in whichever form it has.
+///
+/// # Errors
+/// Weights that cannot be read.
+pub fn value_of(weights: &dyn Weights, key: Key) -> Result<Value, RefError> {
+    use Param::*;
+    let (layer, param, expert) = key;
+    Ok(match param {
+        FinalNorm | AttnNorm | QANorm | KvANorm | IndexKNormW | IndexKNormB | FfnNorm | RouterBias | ENorm | HNorm
+        | MtpHeadNorm => Value::Vector(weights.vector(layer, param)?),
+        KB | VB => Value::Heads(weights.heads(layer, param)?),
+        GateExps | UpExps | DownExps => Value::Matrix(weights.expert(layer, param, expert.unwrap_or(0))?),
+        Embed => Value::Vector(Arc::new(weights.embedding_row(expert.unwrap_or(0))?)),
+        _ => Value::Matrix(weights.matrix(layer, param)?),
+    })
+}
+
+/// Rows of several matrices one below the other.
+///
+/// # Errors
+/// Matrices of different widths.
+pub fn stacked(parts: &[Arc<Array2<f32>>]) -> Result<Array2<f32>, RefError> {
+    let views: Vec<_> = parts.iter().map(|p| p.view()).collect();
+    lockstep_reference::ndarray::concatenate(Axis(0), &views)
+        .map_err(|e| RefError::tensor("fused group".to_string(), "parts of one width".to_string(), e.to_string()))
+}

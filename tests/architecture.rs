@@ -1,0 +1,88 @@
+//! What the parts of the project do not know. The README states these rules; this keeps them true.
+
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Rust sources below a folder of the project, with what stands before their tests.
+fn sources(folder: &str) -> Vec<(PathBuf, String)> {
+    fn walk(folder: &Path, out: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(&path, out);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                out.push(path);
+            }
+        }
+    }
+    let mut paths = Vec::new();
+    walk(&root().join(folder), &mut paths);
+    assert!(!paths.is_empty(), "{folder} holds no sources");
+    let read = |p: PathBuf| {
+        let text = std::fs::read_to_string(&p).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap().to_string();
+        let code: String =
+            code.lines().filter(|l| !l.trim_start().starts_with("//")).map(|l| format!("{l}\n")).collect();
+        (p, code)
+    };
+    paths.into_iter().map(read).collect()
+}
+
+fn assert_absent(folder: &str, words: &[&str]) {
+    for (path, code) in sources(folder) {
+        for word in words {
+            assert!(!code.contains(word), "{} must not know {word}", path.display());
+        }
+    }
+}
+
+/// The names under [dependencies] of a manifest.
+fn dependencies(manifest: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(root().join(manifest)).unwrap();
+    let section = text.split("\n[dependencies]\n").nth(1).unwrap_or_default();
+    let lines = section.lines().take_while(|l| !l.starts_with('['));
+    let name = |l: &str| l.split(['=', '.', ' ']).next().unwrap_or_default().to_string();
+    lines.filter(|l| !l.trim().is_empty() && !l.starts_with('#')).map(name).collect()
+}
+
+#[test]
+fn the_reference_depends_on_nothing_that_it_judges() {
+    assert_eq!(dependencies("reference/Cargo.toml"), ["half", "ndarray"]);
+    assert!(!std::fs::read_to_string(root().join("reference/Cargo.toml")).unwrap().contains("dev-dependencies"));
+    assert_absent("reference/src", &["lockstep::", "serde_json", "memmap"]);
+}
+
+#[test]
+fn kernels_know_no_cuda_binding() {
+    assert_eq!(dependencies("kernels/Cargo.toml"), [""; 0]);
+}
+
+#[test]
+fn the_engine_knows_neither_the_reference_nor_the_checks_nor_faults() {
+    let words = ["lockstep_reference", "crate::verify", "crate::diagnose", "crate::cli", "Faulty", "inject"];
+    for folder in ["src/engine", "src/device", "src/comm", "src/probe", "src/shard", "src/model", "src/quant"] {
+        assert_absent(folder, &words);
+    }
+}
+
+#[test]
+fn errors_are_typed() {
+    for folder in ["src", "kernels/src", "reference/src"] {
+        assert_absent(folder, &["anyhow", "Box<dyn std::error::Error", "Box<dyn Error"]);
+    }
+}
+
+#[test]
+fn there_is_no_unwrap_outside_tests() {
+    for folder in ["src", "kernels/src", "reference/src"] {
+        for (path, code) in sources(folder) {
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if !name.ends_with("_tests.rs") && !name.ends_with("tests.rs") {
+                assert!(!code.contains(".unwrap()") && !code.contains(".expect("), "{}", path.display());
+            }
+        }
+    }
+}

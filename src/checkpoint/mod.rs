@@ -1,6 +1,7 @@
 //! A model on disk as named parameters: GGUF or safetensors underneath, and the name table between them.
 
 pub mod coverage;
+mod digest;
 mod hf;
 pub mod names;
 pub mod oracle;

@@ -28,6 +28,8 @@ pub enum Command {
     Bisect(BisectArgs),
     /// Text to the terminal: a chat turn, or a plain completion with --raw
     Generate(GenerateArgs),
+    /// Activations at probe points, as a dump that other engines can read
+    Dump(DumpArgs),
     /// Decode and prefill speed, and where a step's time goes
     Bench(BenchArgs),
 }
@@ -222,4 +224,21 @@ pub struct VerifyArgs {
     /// Show every check, not only those that did not match
     #[arg(long)]
     pub all: bool,
+}
+
+/// `dump`.
+#[derive(Debug, Clone, Args)]
+pub struct DumpArgs {
+    /// What is run.
+    #[command(flatten)]
+    pub subject: SubjectArgs,
+    /// The folder to make; it must not exist
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Token ids to run instead of text: 1,2,3
+    #[arg(long, value_name = "LIST", conflicts_with = "prompt")]
+    pub ids: Option<String>,
+    /// Only points whose full names match, such as `attn\.q_a$`
+    #[arg(long, value_name = "REGEX")]
+    pub filter: Option<String>,
 }

@@ -3,6 +3,7 @@
 pub mod args;
 mod bench;
 mod bisect;
+mod dump;
 mod generate;
 mod inspect;
 mod subject;
@@ -13,6 +14,7 @@ use std::io::Write;
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::diagnose::faults::InjectError;
 use crate::engine::{Attention, EngineError, Options};
+use crate::probe::dump::DumpError;
 use crate::shard::ShardError;
 use crate::tokenize::TokenizeError;
 use crate::verify::VerifyError;
@@ -59,6 +61,8 @@ pub enum CliError {
     Verify(#[from] VerifyError),
     #[error(transparent)]
     Inject(#[from] InjectError),
+    #[error(transparent)]
+    Dump(#[from] DumpError),
     #[error("{0}")]
     Usage(String),
     #[error("cannot write the output: {0}")]
@@ -88,6 +92,7 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
         Command::Verify(args) => verify::run(&args, out),
         Command::Bisect(args) => bisect::run(&args, out),
         Command::Generate(args) => generate::run(&args, out),
+        Command::Dump(args) => dump::run(&args, out),
         Command::Bench(args) => bench::run(&args, out),
     }
 }

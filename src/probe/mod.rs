@@ -1,6 +1,7 @@
 //! Reading and replacing activations while the forward pass runs. A step without a listener pays nothing.
 
 pub mod capture;
+pub mod dump;
 pub mod points;
 pub mod trace;
 

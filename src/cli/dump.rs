@@ -1,0 +1,86 @@
+//! `lockstep dump`: runs a prompt and writes what the ranks held at the probe points.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use regex::Regex;
+use serde_json::json;
+
+use super::args::DumpArgs;
+use super::subject::{engines, list_faults, subject};
+use super::{CliError, Exit};
+use crate::model::Config;
+use crate::probe::capture::Filter;
+use crate::probe::dump::{self, Meta};
+use crate::verify::subject::{points_of, run_prompt};
+
+pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    if args.subject.inject.iter().any(|i| i == "list") {
+        list_faults(&args.subject, out)?;
+        return Ok(Exit::Ok);
+    }
+    for (flag, given) in [("--baseline", &args.subject.baseline), ("--target", &args.subject.target)] {
+        if let Some(path) = given {
+            let found = path.display();
+            return Err(CliError::Usage(format!("{flag} {found}: dump runs one model; expected no other side")));
+        }
+    }
+    let wanted = args.filter.as_deref().map(|f| Regex::new(f).map_err(|e| CliError::Usage(format!("--filter: {e}"))));
+    let wanted = wanted.transpose()?;
+    let mut subject = subject(&args.subject, engines(&args.subject)?)?;
+    if let Some(ids) = &args.ids {
+        subject.ids = parse_ids(ids, subject.checkpoint.config())?;
+        subject.prompt = "the ids of --ids".into();
+    }
+    if args.out.symlink_metadata().is_ok() {
+        return Err(dump::DumpError::Exists { path: args.out.clone() }.into()); // before the run, not behind it
+    }
+    let layers = points_of(subject.layers.clone());
+    let filter: Filter = Arc::new(move |point, layer| {
+        layers(point, layer) && wanted.as_ref().is_none_or(|w| w.is_match(&point.full_name(layer)))
+    });
+    let mut engine = subject.engine()?;
+    let (trace, _) = run_prompt(&mut engine, &subject.ids, filter)?;
+    let points = trace.points();
+    if points.is_empty() {
+        return Err(CliError::Usage("--filter: expected to match a probe point, found none".into()));
+    }
+    let c = subject.checkpoint.config();
+    let meta = Meta {
+        model: subject.checkpoint.name().into(),
+        digest: subject.checkpoint.digest(),
+        recipe: "strict".into(),
+        rms_eps: Some(c.rms_eps),
+        latent_eps: Some(c.latent_eps),
+        index_eps: Some(c.index_eps),
+    };
+    dump::write(&args.out, &trace, &meta)?;
+    if args.subject.model.json {
+        let names: Vec<String> = points.iter().map(|(p, layer)| p.full_name(*layer)).collect();
+        let document = json!({
+            "out": args.out, "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
+            "attention": trace.attention.name(), "digest": meta.digest,
+        });
+        serde_json::to_writer_pretty(&mut *out, &document)?;
+        writeln!(out)?;
+    } else {
+        let (path, n, tokens) = (args.out.display(), points.len(), trace.ids.len());
+        let attention = trace.attention.name();
+        writeln!(out, "{path}: {n} points of {tokens} tokens on {} ranks ({attention}; {})", trace.tp, subject.prompt)?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// `1,2,3` as ids of the vocabulary, within the context.
+fn parse_ids(text: &str, c: &Config) -> Result<Vec<u32>, CliError> {
+    let id = |part: &str| {
+        let id = part.trim().parse::<u32>().ok().filter(|id| (*id as usize) < c.vocab);
+        let expected = format!("--ids: expected numbers below {}, found {part:?}", c.vocab);
+        id.ok_or(CliError::Usage(expected))
+    };
+    let ids = text.split(',').map(id).collect::<Result<Vec<u32>, _>>()?;
+    if ids.len() > c.context {
+        return Err(CliError::Usage(format!("--ids: expected at most {} ids, found {}", c.context, ids.len())));
+    }
+    Ok(ids)
+}

@@ -1,0 +1,104 @@
+//! Writing a dump: into a folder beside the wanted one, which is renamed when everything is in it.
+
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+use super::{DumpError, Entry, FORMAT, INDEX, Index, Meta, Model, Producer, Settings, VERSION};
+use crate::probe::capture::Values;
+use crate::probe::points::Layout;
+use crate::probe::trace::Trace;
+
+/// Writes the points that every rank captured as the new folder `dir`. A folder that is there already is refused.
+///
+/// # Errors
+/// I/O errors; nothing is left behind then.
+pub fn write(dir: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
+    if dir.symlink_metadata().is_ok() {
+        return Err(DumpError::Exists { path: dir.into() });
+    }
+    let part = partial(dir)?;
+    std::fs::create_dir_all(&part).map_err(|source| DumpError::Io { path: part.clone(), source })?;
+    let written = fill(&part, trace, meta)
+        .and_then(|()| std::fs::rename(&part, dir).map_err(|source| DumpError::Io { path: dir.into(), source }));
+    if written.is_err() {
+        let _ = std::fs::remove_dir_all(&part); // the first error is the one to tell
+    }
+    written
+}
+
+/// A name beside `dir`, on the same file system, that no other process uses.
+fn partial(dir: &Path) -> Result<PathBuf, DumpError> {
+    let found = || dir.display().to_string();
+    let name = dir.file_name().ok_or_else(|| DumpError::Field {
+        path: dir.into(),
+        field: "folder".into(),
+        expected: "a path that ends in a name".into(),
+        found: found(),
+    })?;
+    let name = format!(".{}.{}.partial", name.to_string_lossy(), std::process::id());
+    Ok(dir.with_file_name(name))
+}
+
+fn fill(folder: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
+    let points = trace.points();
+    let mut entries = Vec::with_capacity(points.len() * trace.tp);
+    for rank in 0..trace.tp {
+        let file = format!("rank{rank}.safetensors");
+        let mut tensors = Vec::with_capacity(points.len());
+        for (point, layer) in &points {
+            let Some(captured) = trace.ranks(*point, *layer).and_then(|all| all.get(rank)) else { continue };
+            let shape: Vec<usize> = std::iter::once(captured.rows).chain(captured.shape.iter().copied()).collect();
+            let (dtype, bytes): (_, Vec<u8>) = match &captured.values {
+                Values::F32(v) => (Dtype::F32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
+                Values::I32(v) => (Dtype::I32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            };
+            let axis = match point.layout() {
+                Layout::Sharded { axis } => Some(axis),
+                Layout::Replicated | Layout::Partial => None,
+            };
+            entries.push(Entry {
+                name: point.full_name(*layer),
+                file: file.clone(),
+                rank,
+                layout: point.layout().name().into(),
+                axis,
+                shape: shape.clone(),
+                dtype: if dtype == Dtype::I32 { "I32" } else { "F32" }.into(),
+            });
+            tensors.push((point.full_name(*layer), dtype, shape, bytes));
+        }
+        let path = folder.join(&file);
+        let refuse =
+            |e: safetensors::SafeTensorError| DumpError::Safetensors { path: path.clone(), problem: e.to_string() };
+        let views: Vec<(&String, TensorView<'_>)> = tensors
+            .iter()
+            .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(*dtype, shape.clone(), bytes)?)))
+            .collect::<Result<_, safetensors::SafeTensorError>>()
+            .map_err(refuse)?;
+        safetensors::serialize_to_file(views, None, &path).map_err(refuse)?;
+    }
+    let index = Index {
+        format: FORMAT.into(),
+        version: VERSION,
+        producer: Producer { name: trace.producer.clone(), version: env!("CARGO_PKG_VERSION").into() },
+        model: Model { name: meta.model.clone(), digest: meta.digest.clone() },
+        token_ids: trace.ids.clone(),
+        positions: (0u32..).take(trace.ids.len()).collect(),
+        tp: trace.tp,
+        dtype: "f32".into(),
+        recipe: meta.recipe.clone(),
+        settings: Settings {
+            attention: trace.attention.name().into(),
+            rms_eps: meta.rms_eps,
+            latent_eps: meta.latent_eps,
+            index_eps: meta.index_eps,
+        },
+        points: entries,
+    };
+    let path = folder.join(INDEX);
+    let text = serde_json::to_vec_pretty(&index)
+        .map_err(|e| DumpError::Json { path: path.clone(), problem: e.to_string() })?;
+    std::fs::write(&path, text).map_err(|source| DumpError::Io { path, source })
+}

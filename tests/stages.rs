@@ -1,0 +1,440 @@
+//! The exact stages of verification on the golden models, and their negative twins: each fault is named with its kind,
+//! its rank and its parameter, and the same run without it reports nothing.
+
+#![allow(clippy::unwrap_used)]
+
+#[allow(dead_code)]
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Model, golden, pico_shard, tiny};
+use lockstep::checkpoint::Checkpoint;
+use lockstep::device::cpu::CpuDevice;
+use lockstep::engine::{Attention, Engine, EngineError, Options, cpu_collective};
+use lockstep::gguf::Value;
+use lockstep::model::{Kind, Param};
+use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
+use lockstep::verify::{Engines, PlainEngines, Progress, StageReport, Subject, Verdict, file, tokenizer, weights};
+
+struct Quiet;
+
+impl Progress for Quiet {
+    fn at(&self, _: &str, done: usize, all: usize) {
+        assert!(done <= all, "{done} of {all}");
+    }
+}
+
+fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
+    Subject {
+        checkpoint,
+        baseline: None,
+        engines: Box::new(PlainEngines),
+        tp,
+        attention: Attention::Dsa,
+        ids: vec![1, 2, 3],
+        prompt: "three ids".into(),
+        rows: vec![2],
+        layers: None,
+        target: None,
+        seed: 0,
+    }
+}
+
+fn open(path: &Path) -> Arc<Checkpoint> {
+    Arc::new(Checkpoint::open(Some(path)).unwrap())
+}
+
+fn nano() -> Arc<Checkpoint> {
+    open(&golden("glm5-nano-Q4_K_M.gguf"))
+}
+
+/// A model after edits, opened as a file.
+fn edited(model: &Model) -> Arc<Checkpoint> {
+    let folder = tempfile::tempdir().unwrap();
+    open(&model.write(folder.path(), "edited.gguf"))
+}
+
+/// The bytes of a tensor that must be there.
+fn data<'a>(model: &'a mut Model, name: &str) -> &'a mut Vec<u8> {
+    &mut model.tensors.iter_mut().find(|(t, _)| t.name == name).unwrap().1
+}
+
+fn failures(report: &StageReport) -> Vec<(String, String)> {
+    let bad = report.checks.iter().filter(|c| c.verdict > Verdict::Match);
+    bad.map(|c| (c.name.clone(), c.detail.clone())).collect()
+}
+
+/// Asserts that exactly one thing is wrong, and that its line has every part of `says`.
+fn only(report: &StageReport, name: &str, says: &[&str]) {
+    let bad = failures(report);
+    assert_eq!(bad.len(), 1, "{bad:#?}");
+    assert_eq!(bad[0].0, name, "{bad:?}");
+    for part in says {
+        assert!(bad[0].1.contains(part), "no {part:?} in {:?}", bad[0].1);
+    }
+}
+
+fn matches(report: &StageReport, least: usize) {
+    assert_eq!(report.verdict(), Verdict::Match, "{:#?}", failures(report));
+    assert!(report.made >= least, "only {} checks in {}", report.made, report.summary);
+}
+
+#[test]
+fn the_golden_models_are_whole_and_every_rank_holds_the_right_bytes() {
+    for path in [golden("glm5-nano-Q4_K_M.gguf"), golden("nano52-Q2_K.gguf"), pico_shard(3)] {
+        let checkpoint = open(&path);
+        let tensors = checkpoint.coverage().tensors;
+        matches(&file::run(&subject(checkpoint.clone(), 1), &Quiet).unwrap(), tensors + 31);
+        matches(&tokenizer::run(&subject(checkpoint.clone(), 1), &Quiet).unwrap(), 7);
+        for tp in [1, 2, 4, 8] {
+            let report = weights::run(&subject(checkpoint.clone(), tp), &Quiet).unwrap();
+            matches(&report, 60 * (2 * tp + 1));
+        }
+    }
+}
+
+// ---- file
+
+#[test]
+fn nan_in_a_block_is_named_by_tensor_block_row_and_count() {
+    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    // Q4_K rows of 256 values are one block of 144 bytes that begins with its scale.
+    data(&mut model, "blk.2.attn_q_a.weight")[40 * 144..40 * 144 + 2].copy_from_slice(&[0x00, 0x7e]);
+    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    only(
+        &report,
+        "blk.2.attn_q_a.weight",
+        &["NAN_IN_FILE", "1 of 256 Q4_K blocks", "block 40", "row 40", "edited.gguf"],
+    );
+    assert_eq!(report.verdict(), Verdict::Divergent);
+}
+
+#[test]
+fn nan_in_an_expert_stack_names_the_matrix() {
+    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let name = "blk.3.ffn_gate_exps.weight";
+    let at = 144 * (256 * 5 + 7); // expert 5, row 7
+    data(&mut model, name)[at..at + 2].copy_from_slice(&[0x00, 0xfc]); // -inf
+    only(&file::run(&subject(edited(&model), 1), &Quiet).unwrap(), name, &["NAN_IN_FILE", "matrix 5, row 7"]);
+}
+
+#[test]
+fn an_outlier_block_is_a_warning() {
+    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let name = "blk.2.attn_q_a.weight";
+    data(&mut model, name)[9 * 144..9 * 144 + 2].copy_from_slice(&[0xff, 0x7b]); // the largest f16
+    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    only(&report, name, &["OUTLIER_BLOCK", "block 9", "row 9"]);
+    assert_eq!(report.verdict(), Verdict::Drift);
+}
+
+#[test]
+fn a_renamed_tensor_leaves_two_traces() {
+    let model = tiny().rename("blk.1.ffn_gate_shexp.weight", "blk.1.ffn_gate_shexpert.weight");
+    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    let bad = failures(&report);
+    let has = |name: &str, what: &str| bad.iter().any(|(n, d)| n == name && d.contains(what));
+    assert!(has("blk.1.ffn_gate_shexpert.weight", "UNBOUND"), "{bad:?}");
+    assert!(has("blk.1.ffn_gate_shexp", "MISSING"), "{bad:?}");
+    assert_eq!(report.verdict(), Verdict::Divergent);
+}
+
+#[test]
+fn a_baseline_with_another_eps_is_named_by_its_key() {
+    let model = tiny();
+    let changed = model.clone().set("glm-dsa.attention.layer_norm_rms_epsilon", Value::F32(1e-6));
+    let mut subject = subject(edited(&model), 1);
+    subject.baseline = Some(edited(&model));
+    let settled = |report: StageReport| -> Vec<(String, String)> {
+        let zeros = |(_, detail): &(String, String)| !detail.starts_with("ALL_ZERO"); // the fixture holds nothing else
+        failures(&report).into_iter().filter(zeros).collect()
+    };
+    assert!(settled(file::run(&subject, &Quiet).unwrap()).is_empty());
+    subject.baseline = Some(edited(&changed));
+    let bad = settled(file::run(&subject, &Quiet).unwrap());
+    let (name, detail) = &bad[0];
+    assert_eq!(name, "RMSNorm eps = baseline");
+    for part in ["1e-5 here", "1e-6 in the baseline", "attention.layer_norm_rms_epsilon"] {
+        assert!(detail.contains(part), "{detail}");
+    }
+}
+
+// ---- tokenizer
+
+#[test]
+fn a_tokenizer_is_judged_and_its_absence_is_neutral() {
+    let report = tokenizer::run(&subject(edited(&tiny()), 1), &Quiet).unwrap();
+    assert_eq!(report.verdict(), Verdict::NotApplicable);
+    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let wrong = model.clone().set("tokenizer.ggml.pre", Value::Str("llama-bpe".into()));
+    let report = tokenizer::run(&subject(edited(&wrong), 1), &Quiet).unwrap();
+    only(&report, "built", &["llama-bpe"]);
+    let mut subject = subject(edited(&model.clone().unset("tokenizer.ggml.eot_token_id")), 1);
+    subject.baseline = Some(nano());
+    let report = tokenizer::run(&subject, &Quiet).unwrap();
+    assert!(failures(&report).iter().any(|(n, d)| n == "stop ids = baseline" && d.contains("STOP_IDS")), "{report:?}");
+}
+
+// ---- weights
+
+/// Engines that load other files than the ones under test.
+struct Loads(Arc<Checkpoint>);
+
+impl Engines for Loads {
+    fn engine(&self, _: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
+        Engine::cpu(self.0.clone(), tp, options)
+    }
+}
+
+fn loading(other: &Model, tp: usize) -> StageReport {
+    let mut subject = subject(nano(), tp);
+    subject.engines = Box::new(Loads(edited(other)));
+    weights::run(&subject, &Quiet).unwrap()
+}
+
+#[test]
+fn a_changed_byte_is_found_on_the_one_rank_that_holds_it() {
+    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    // 1024 rows of one block, 256 a rank: row 300 is row 44 of rank 1.
+    data(&mut model, "blk.4.attn_q_b.weight")[300 * 144 + 17] ^= 0x10;
+    only(&loading(&model, 4), "blk.4.attn_q_b rank 1", &["BYTES", "1 of", "byte 17 of row 44"]);
+}
+
+#[test]
+fn zeros_and_permuted_rows_have_names() {
+    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut zeroed = model.clone();
+    data(&mut zeroed, "blk.4.attn_kv_a_mqa.weight").fill(0);
+    only(&loading(&zeroed, 1), "blk.4.attn_kv_a_mqa rank 0", &["UNFILLED"]);
+    let mut permuted = model.clone();
+    data(&mut permuted, "blk.4.attn_q_b.weight")[..1024 * 144].rotate_left(144);
+    only(
+        &loading(&permuted, 1),
+        "blk.4.attn_q_b rank 0",
+        &["SHARD_ORDER", "1024 of 1024 moved", "row 1 stands at row 0"],
+    );
+    let report = loading(&permuted, 2);
+    assert_eq!(failures(&report).len(), 2);
+    assert!(failures(&report).iter().all(|(_, d)| d.contains("SHARD_PLACEMENT")), "{report:?}");
+}
+
+type Altered = fn(&TpPlan, Param, usize, usize) -> Slice;
+type Order = fn(Vec<Param>, Group, usize) -> Vec<Param>;
+
+/// A plan with a fault.
+struct Plan {
+    plan: TpPlan,
+    slice: Altered,
+    order: Order,
+}
+
+impl ShardPlan for Plan {
+    fn tp(&self) -> usize {
+        self.plan.tp()
+    }
+    fn slice(&self, param: Param, block: usize, rank: usize) -> Slice {
+        (self.slice)(&self.plan, param, block, rank)
+    }
+    fn parts(&self, group: Group, layer: usize, rank: usize) -> Vec<Param> {
+        (self.order)(self.plan.parts(group, layer, rank), group, layer)
+    }
+}
+
+struct Planned(Altered, Order);
+
+impl Engines for Planned {
+    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
+        let plan = Plan { plan: TpPlan::new(checkpoint.config(), tp)?, slice: self.0, order: self.1 };
+        let devices = (0..tp).map(CpuDevice::new).collect();
+        Engine::start(&|_| checkpoint.clone(), Arc::new(plan), devices, cpu_collective(tp), options)
+    }
+}
+
+fn planned(tp: usize, slice: Altered, order: Order) -> StageReport {
+    let mut subject = subject(nano(), tp);
+    subject.engines = Box::new(Planned(slice, order));
+    weights::run(&subject, &Quiet).unwrap()
+}
+
+const RIGHT: Altered = |plan, param, block, rank| plan.slice(param, block, rank);
+const IN_ORDER: Order = |parts, _, _| parts;
+
+fn is(param: Param, layer: usize, kind: Kind) -> bool {
+    param == Param { layer: Some(layer), kind }
+}
+
+#[test]
+fn a_decorated_plan_without_a_fault_matches() {
+    matches(&planned(4, RIGHT, IN_ORDER), 100);
+}
+
+#[test]
+fn rank_0s_slice_of_a_fused_group_is_a_placement() {
+    let slice: Altered = |plan, param, block, rank| {
+        let fused = is(param, 0, Kind::FfnGate) || is(param, 0, Kind::FfnUp);
+        plan.slice(param, block, if fused && rank == 2 { 0 } else { rank })
+    };
+    let report = planned(4, slice, IN_ORDER);
+    let bad = failures(&report);
+    assert_eq!(bad.len(), 2, "{bad:?}");
+    for ((name, detail), param) in bad.iter().zip(["blk.0.ffn_gate", "blk.0.ffn_up"]) {
+        assert_eq!(name, &format!("{param} rank 2"));
+        assert!(detail.starts_with("SHARD_PLACEMENT: rank 2 holds rank 0's part"), "{detail}");
+        assert!(detail.contains("rows 0..192") && detail.contains("rows 384..576"), "{detail}");
+    }
+}
+
+#[test]
+fn rank_0s_columns_show_although_covering_ranks_hold_equal_bytes() {
+    let slice: Altered = |plan, param, block, rank| {
+        plan.slice(param, block, if is(param, 2, Kind::DownExps) && rank == 5 { 0 } else { rank })
+    };
+    // One block of 256 columns, of which eight ranks own 32 each: all hold the same bytes.
+    let says = ["SHARD_PLACEMENT: rank 5 multiplies columns 0..32, which are rank 0's, expected 160..192"];
+    only(&planned(8, slice, IN_ORDER), "blk.2.ffn_down_exps rank 5 columns", &says);
+}
+
+#[test]
+fn swapped_parts_of_a_fused_group_are_an_order() {
+    let order: Order = |mut parts, group, layer| {
+        if (group, layer) == (Group::GateUpShexp, 3) {
+            parts.reverse();
+        }
+        parts
+    };
+    let bad = failures(&planned(2, RIGHT, order));
+    assert_eq!(bad.len(), 4, "{bad:?}"); // two parts on two ranks
+    for (name, detail) in &bad {
+        assert!(name.starts_with("blk.3.ffn_gate_shexp") || name.starts_with("blk.3.ffn_up_shexp"), "{name}");
+        assert!(detail.starts_with("SHARD_ORDER: in the fused ffn_gate_up_shexp"), "{detail}");
+    }
+    // Parts of unequal size: kv_a where q_a belongs.
+    let order: Order = |mut parts, group, layer| {
+        if (group, layer) == (Group::QkvA, 1) {
+            parts.swap(0, 1);
+        }
+        parts
+    };
+    let bad = failures(&planned(2, RIGHT, order));
+    let detail = &bad.iter().find(|(n, _)| n == "blk.1.attn_q_a rank 1").unwrap().1;
+    assert!(detail.starts_with("SHARD_ORDER") && detail.contains("blk.1.attn_kv_a_mqa stands where"), "{detail}");
+}
+
+#[test]
+fn a_whole_tensor_where_a_shard_belongs() {
+    let slice: Altered = |plan, param, block, rank| {
+        let right = plan.slice(param, block, rank);
+        let whole = plan.config().heads * plan.config().qk_head();
+        if is(param, 1, Kind::QB) && rank == 1 { Slice { rows: 0..whole, ..right } } else { right }
+    };
+    only(&planned(2, slice, IN_ORDER), "blk.1.attn_q_b rank 1", &["FULL_TENSOR", "rows 512..1024"]);
+}
+
+// ---- weights against a baseline
+
+fn against(target: &Model, baseline: &Model) -> StageReport {
+    let mut subject = subject(edited(target), 1);
+    subject.baseline = Some(edited(baseline));
+    weights::run(&subject, &Quiet).unwrap()
+}
+
+/// A tiny model with values from a seed.
+fn seeded(seed: u64) -> Model {
+    let mut model = tiny();
+    let mut state = seed;
+    for (_, bytes) in &mut model.tensors {
+        for value in bytes.chunks_exact_mut(4) {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let x = (state >> 40) as f32 / (1 << 24) as f32 - 0.5;
+            value.copy_from_slice(&x.to_le_bytes());
+        }
+    }
+    model
+}
+
+fn map(model: &mut Model, name: &str, f: impl Fn(f32) -> f32) {
+    for value in data(model, name).chunks_exact_mut(4) {
+        let x = f32::from_le_bytes(value.try_into().unwrap());
+        value.copy_from_slice(&f(x).to_le_bytes());
+    }
+}
+
+#[test]
+fn against_a_baseline_faults_are_named_by_content() {
+    let model = seeded(1);
+    matches(&against(&model, &model), 60);
+    let mut norms = model.clone();
+    for name in ["blk.0.attn_norm.weight", "blk.1.ffn_norm.weight", "output_norm.weight"] {
+        map(&mut norms, name, |x| x + 1.0);
+    }
+    let bad = failures(&against(&norms, &model));
+    assert_eq!(bad.len(), 4, "{bad:?}");
+    assert!(bad[..3].iter().all(|(_, d)| d.starts_with("NORM_OFFSET: the baseline plus a constant +1.000")), "{bad:?}");
+    assert!(bad[3].1.contains("on 3 of "), "{bad:?}");
+
+    let mut scaled = model.clone();
+    map(&mut scaled, "blk.0.attn_q_a.weight", |x| 0.5 * x);
+    only(&against(&scaled, &model), "blk.0.attn_q_a = baseline", &["SCALE: the baseline times 0.5000"]);
+
+    let (gate, up) = ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight");
+    let swapped = model.clone().rename(gate, "x").rename(up, gate).rename("x", up);
+    let bad = failures(&against(&swapped, &model));
+    assert_eq!(bad.len(), 2, "{bad:?}");
+    assert!(
+        bad.iter().any(|(n, d)| n == "blk.0.ffn_gate = baseline" && d.contains("holds the baseline's blk.0.ffn_up"))
+    );
+
+    let mut permuted = model.clone();
+    data(&mut permuted, "blk.0.attn_q_b.weight").rotate_left(3 * 32 * 4);
+    only(&against(&permuted, &model), "blk.0.attn_q_b = baseline", &["PERMUTED_ROWS", "row 3 stands at row 0"]);
+
+    let mut damaged = model.clone();
+    data(&mut damaged, "blk.0.attn_q_b.weight")[..400].fill(0x3f);
+    only(&against(&damaged, &model), "blk.0.attn_q_b = baseline", &["DIFFERS"]);
+}
+
+#[test]
+fn two_checkpoints_are_not_called_corrupt() {
+    let report = against(&seeded(2), &seeded(1));
+    only(&report, "baseline", &["DIFFERENT_CHECKPOINT", "embeddings included", "not a damaged copy"]);
+}
+
+#[test]
+fn rows_of_a_quantised_tensor_are_recognised() {
+    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut subject = subject(nano(), 1);
+    subject.baseline = Some(edited(&model));
+    matches(&weights::run(&subject, &Quiet).unwrap(), 100);
+    let mut other = model.clone();
+    data(&mut other, "blk.2.attn_q_a.weight")[..200 * 144].rotate_left(144);
+    subject.baseline = Some(edited(&other));
+    let bad = failures(&weights::run(&subject, &Quiet).unwrap());
+    assert_eq!(bad.len(), 1, "{bad:?}");
+    assert!(bad[0].1.contains("PERMUTED_ROWS") && bad[0].1.contains("for Q4_K"), "{bad:?}");
+}
+
+/// Norms are kept as they are, so a bf16 baseline leaves them no room at all; blocks have the room that their type needs.
+#[test]
+fn a_type_may_cost_what_it_must_and_no_more() {
+    let target = seeded(1);
+    let mut baseline = target.clone();
+    for (tensor, bytes) in &mut baseline.tensors {
+        if tensor.ne.len() > 1 {
+            continue;
+        }
+        tensor.ty = lockstep::quant::QuantType::BF16.info();
+        *bytes = bytes.chunks_exact(4).flat_map(|v| [v[2], v[3]]).collect(); // truncated: off by up to 2^-8
+    }
+    let bad = failures(&against(&target, &baseline));
+    let vectors = target.tensors.iter().filter(|(t, _)| t.ne.len() == 1).count();
+    assert_eq!(bad.len(), vectors, "{bad:#?}");
+    let mut exact = target.clone();
+    for (tensor, bytes) in &mut exact.tensors {
+        if tensor.ne.len() == 1 {
+            bytes.chunks_exact_mut(4).for_each(|v| v[..2].fill(0));
+        }
+    }
+    matches(&against(&exact, &baseline), 60);
+}

@@ -1,9 +1,12 @@
 //! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
 //! fault. One file per stage; each returns a [`StageReport`].
 
+pub mod drive;
 pub mod floor;
+pub mod invariants;
 pub mod subject;
 pub mod verdict;
+pub mod whole;
 
 pub use subject::{Engines, PlainEngines, Progress, Subject};
 pub use verdict::{Check, StageReport, Verdict};
@@ -21,6 +24,10 @@ pub enum VerifyError {
     Checkpoint(#[from] CheckpointError),
     #[error("reference: {0}")]
     Reference(String),
+    #[error("{0}")]
+    Choice(String),
+    #[error("a value that was to replace the run's own does not fit its place, so the step ended there")]
+    Replacement,
 }
 
 impl From<lockstep_reference::RefError> for VerifyError {

@@ -4,6 +4,7 @@
 pub mod drive;
 pub mod floor;
 pub mod invariants;
+pub mod logits;
 pub mod subject;
 pub mod verdict;
 pub mod whole;

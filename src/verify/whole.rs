@@ -15,11 +15,11 @@ use lockstep_reference::model::forward_choosing;
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError};
 use ndarray::{Array2, ArrayD};
 
-use super::drive::Place;
-use super::floor::{self, Energy};
-use super::{Progress, VerifyError};
-use crate::checkpoint::Checkpoint;
+use super::drive::{Fed, Place};
+use super::floor::{self, Energy, limit};
+use super::{Check, Progress, Verdict, VerifyError};
 use crate::checkpoint::oracle::Raw;
+use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::Attention;
 use crate::probe::capture::{Captured, Values};
 use crate::probe::{Point, Replacements};
@@ -29,9 +29,12 @@ use crate::probe::{Point, Replacements};
 pub struct Variant {
     /// Its arithmetic.
     pub arith: Arith,
-    /// The eps of the norms that engines disagree about.
-    pub eps: Eps,
+    /// The eps of the norms that engines disagree about; `None` is what the checkpoint's format implies.
+    pub eps: Option<Eps>,
 }
+
+/// Share of the rows that must be comparable.
+pub const LEAST_ROWS: f64 = 0.9;
 
 /// What to run.
 pub struct Plan<'a> {
@@ -46,9 +49,15 @@ pub struct Plan<'a> {
     /// The runs that make the floor.
     pub variants: &'a [Variant],
     /// Points to keep beside logits and the scores behind choices.
-    pub keep: &'a dyn Fn(Point) -> bool,
+    pub keep: &'a (dyn Fn(Point) -> bool + Sync),
     /// Rows of those other points.
     pub rows: &'a [usize],
+}
+
+impl Plan<'_> {
+    fn config(&self, eps: Eps) -> Result<RefConfig, VerifyError> {
+        Ok(RefConfig::from_raw(&Raw(self.checkpoint.source()), eps)?)
+    }
 }
 
 /// One point of the f64 run, `[rows][values]`, and the floor of each row.
@@ -78,13 +87,15 @@ pub struct Whole {
     points: BTreeMap<Place, Floored>,
     /// Per variant and row, the divergence KL(f64 run, variant) of the logits, in nats.
     pub kl: Vec<Vec<f64>>,
+    /// Logits of the variants in f64, with their eps: references that disagree.
+    pub references: Vec<(Option<Eps>, Array2<f64>)>,
     top_k: usize,
     experts_used: usize,
 }
 
 /// The variants that make the floor of the engine's recipe at a tensor-parallel degree.
 pub fn recipe(tp: usize) -> Vec<Variant> {
-    Arith::orders(tp).into_iter().map(|arith| Variant { arith, eps: Eps::File }).collect()
+    Arith::orders(tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
 }
 
 /// The scores that a choice is made from.
@@ -92,50 +103,95 @@ fn scores_of(choice: Point) -> Point {
     if choice == Point::ExpertIds { Point::ChoiceScores } else { Point::IndexScores }
 }
 
-/// Runs the reference in f64 and once per variant.
+/// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
+pub fn own_eps(checkpoint: &Checkpoint) -> Eps {
+    match checkpoint.source().naming() {
+        Naming::Gguf => Eps::File,
+        Naming::Hf => Eps::Hf,
+    }
+}
+
+/// Multiplications of one projection from which the reference shares it out among threads by itself.
+const THREADED: usize = 1 << 24;
+
+/// Runs the reference in f64 and once per variant. Small models run several variants at the same time.
 ///
 /// # Errors
 /// A model that the reference cannot read, and choices that do not fit it.
 pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<Whole, VerifyError> {
-    let raw = Raw(plan.checkpoint.source());
+    let config = plan.config(own_eps(plan.checkpoint))?;
+    let mut points = BTreeMap::new();
     let runs = plan.variants.len() + 1;
-    let config = RefConfig::from_raw(&raw, Eps::File)?;
-    let mut whole =
-        Whole { points: BTreeMap::new(), kl: Vec::new(), top_k: config.top_k, experts_used: config.experts_used };
     progress.at("reference runs", 0, runs);
-    run(plan, &raw, &config, Arith::Exact, &mut |place, exact| {
+    run(plan, &config, Arith::Exact, &mut |place, exact| {
         let sigma = exact.rows().into_iter().map(|row| floor::sigma(&row.to_vec(), &[])).collect();
-        whole.points.insert(place, Floored { exact, sigma });
+        points.insert(place, Floored { exact, sigma });
     })?;
-    for (i, variant) in plan.variants.iter().enumerate() {
-        progress.at("reference runs", i + 1, runs);
-        let config = RefConfig::from_raw(&raw, variant.eps)?;
-        let mut kl = Vec::new();
-        run(plan, &raw, &config, variant.arith, &mut |place, values| {
-            let Some(floored) = whole.points.get_mut(&place) else { return };
-            for ((exact, value), sigma) in floored.exact.rows().into_iter().zip(values.rows()).zip(&mut floored.sigma) {
-                let (exact, value) = (exact.to_vec(), value.to_vec());
-                *sigma = sigma.max(floor::sigma(&exact, &[&value]));
-                if place.point == Point::Logits {
-                    kl.push(divergence(&exact, &value));
+    let mut whole = Whole {
+        points,
+        kl: Vec::new(),
+        references: Vec::new(),
+        top_k: config.top_k,
+        experts_used: config.experts_used,
+    };
+    let small = plan.ids.len() * config.hidden * config.hidden < THREADED;
+    let workers = if small { std::thread::available_parallelism().map_or(1, |c| c.get()) } else { 1 };
+    for (i, variants) in plan.variants.chunks(workers).enumerate() {
+        progress.at("reference runs", 1 + i * workers, runs);
+        let points = &whole.points;
+        let distances: Vec<Result<Distance, VerifyError>> = std::thread::scope(|scope| {
+            let started: Vec<_> = variants.iter().map(|v| scope.spawn(move || distance(plan, *v, points))).collect();
+            let gone = |_| Err(VerifyError::Reference("a run of the reference ended in a panic".into()));
+            started.into_iter().map(|run| run.join().unwrap_or_else(gone)).collect()
+        });
+        for (variant, distance) in variants.iter().zip(distances) {
+            let distance = distance?;
+            for (place, sigma) in distance.sigma {
+                if let Some(floored) = whole.points.get_mut(&place) {
+                    floored.sigma.iter_mut().zip(sigma).for_each(|(s, other)| *s = s.max(other));
                 }
             }
-        })?;
-        whole.kl.push(kl);
+            whole.kl.push(distance.kl);
+            whole.references.extend(distance.logits.map(|logits| (variant.eps, logits)));
+        }
     }
     progress.at("reference runs", runs, runs);
     Ok(whole)
 }
 
+/// How far one variant is from the f64 run.
+#[derive(Default)]
+struct Distance {
+    sigma: BTreeMap<Place, Vec<f64>>,
+    kl: Vec<f64>,
+    /// Of f64 runs.
+    logits: Option<Array2<f64>>,
+}
+
+fn distance(plan: &Plan<'_>, variant: Variant, points: &BTreeMap<Place, Floored>) -> Result<Distance, VerifyError> {
+    let config = plan.config(variant.eps.unwrap_or_else(|| own_eps(plan.checkpoint)))?;
+    let mut found = Distance::default();
+    run(plan, &config, variant.arith, &mut |place, values| {
+        let Some(floored) = points.get(&place) else { return };
+        let rows = || floored.exact.rows().into_iter().zip(values.rows()).map(|(e, v)| (e.to_vec(), v.to_vec()));
+        found.sigma.insert(place, rows().map(|(exact, value)| floor::sigma(&exact, &[&value])).collect());
+        if place.point == Point::Logits {
+            found.kl = rows().map(|(exact, value)| divergence(&exact, &value)).collect();
+            found.logits = (variant.arith == Arith::Exact).then_some(values);
+        }
+    })?;
+    Ok(found)
+}
+
 /// One run; `found` receives the points that are kept, rows already taken.
 fn run(
     plan: &Plan<'_>,
-    raw: &Raw<'_>,
     config: &RefConfig,
     arith: Arith,
     found: &mut dyn FnMut(Place, Array2<f64>),
 ) -> Result<(), VerifyError> {
-    let weights = ModelWeights::new(raw, config);
+    let raw = Raw(plan.checkpoint.source());
+    let weights = ModelWeights::new(&raw, config);
     let options = Options { dense: plan.attention == Attention::Dense, mtp: false };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
         let (layer, point) = Point::parse(name)?;
@@ -190,7 +246,7 @@ pub struct Choices {
 }
 
 impl Whole {
-    /// A kept point.
+    /// A kept point of the f64 run.
     pub fn point(&self, place: Place) -> Option<&Floored> {
         self.points.get(&place)
     }
@@ -229,6 +285,62 @@ impl Whole {
             }
         }
         found
+    }
+}
+
+impl Whole {
+    /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins.
+    pub fn compare(&self, name: &str, target: &Fed, baseline: &dyn Fn(usize, usize) -> f64) -> Check {
+        let Some(floored) = self.logits() else {
+            return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
+        };
+        let rows = floored.energies(&target.logits, baseline);
+        let (mut replayed, mut outside) = (BTreeSet::new(), None);
+        for rank in 0..target.ranks.len() {
+            let choices = self.judge(&target.choices(rank));
+            replayed.extend(choices.near_ties);
+            outside = outside.or(choices.outside);
+        }
+        let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
+        let mut all = Energy::default();
+        rows.iter().for_each(|e| all.join(*e));
+        let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
+        let Some((token, worst)) = worst else { return Check::new(name, Verdict::Unmeasured, "no rows") };
+        let shown = if all.share() > worst.share() { all } else { *worst };
+        let figures = format!(
+            "rho {:.3} over all rows, {:.3} at token {token}; {} rows free, {} replayed",
+            all.rho(),
+            worst.rho(),
+            compared.saturating_sub(replayed.len()),
+            replayed.len()
+        );
+        let (verdict, detail) = if let Some(outside) = outside {
+            (Verdict::Divergent, format!("{outside}; {figures}"))
+        } else if all.share() > 1.0 || worst.share() > 1.0 {
+            (Verdict::Divergent, figures)
+        } else if (compared as f64) < LEAST_ROWS * self.rows() as f64 {
+            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", self.rows()))
+        } else {
+            (Verdict::Match, figures)
+        };
+        Check { rho: Some((shown.rho(), limit(shown.m))), ..Check::new(name, verdict, detail) }
+    }
+
+    /// Rows of the run.
+    pub fn rows(&self) -> usize {
+        self.logits().map_or(0, |l| l.exact.nrows())
+    }
+
+    /// The first row where the f64 run's own choice at a place is so near a tie that another run may choose otherwise.
+    pub fn first_near_tie(&self, place: Place) -> Option<usize> {
+        let scores = self.points.get(&Place::new(scores_of(place.point), place.layer))?;
+        (0..scores.exact.nrows()).find(|t| {
+            let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
+            let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
+            let mut row: Vec<f64> = scores.exact.row(*t).iter().copied().take(visible).collect();
+            row.sort_by(|a, b| b.total_cmp(a));
+            row.len() > k && row[k - 1] - row[k] <= 2.0 * scores.sigma[*t]
+        })
     }
 }
 

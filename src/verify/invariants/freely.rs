@@ -6,7 +6,7 @@
 //! What this separates, on glm5-nano at tp 8 with 112 tokens: a clean engine has rho 0.2 to 0.4 at every token; one
 //! rank's shared-expert partial lost in one layer has rho of some thousands.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Bench;
@@ -15,13 +15,10 @@ use crate::probe::capture::{Captured, Filter, UnshardError, unshard};
 use crate::probe::{Point, Replacements};
 use crate::verify::VerifyError;
 use crate::verify::drive::{Fed, Feed, Listen, Place, choices, feed};
-use crate::verify::floor::{self, Energy, limit};
+use crate::verify::floor;
 use crate::verify::subject::{Progress, Subject};
 use crate::verify::verdict::{Check, Verdict};
 use crate::verify::whole::{self, Whole};
-
-/// Share of the rows that must be comparable.
-pub const LEAST_ROWS: f64 = 0.9;
 
 /// The baseline's run and the floor around it.
 pub struct Free {
@@ -46,49 +43,13 @@ impl Free {
         let whole = whole::measure(&plan(subject, &choices, &whole::recipe(subject.tp), &|_| false, &[]), progress)?;
         Ok(Free { whole, choices, logits: run.logits })
     }
-
-    /// Judges a target's logits, row by row and all together, against a baseline's.
-    pub fn compare(&self, name: &str, baseline: &[f32], target: &Fed) -> Check {
-        let Some(floored) = self.whole.logits() else {
-            return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
-        };
-        let vocab = floored.exact.ncols();
-        let rows =
-            floored.energies(&target.logits, |t, i| baseline.get(t * vocab + i).map_or(f64::NAN, |v| (*v).into()));
-        let judged = (0..target.ranks.len()).map(|rank| self.whole.judge(&target.choices(rank)));
-        let (mut replayed, mut outside) = (BTreeSet::new(), None);
-        for choices in judged {
-            replayed.extend(choices.near_ties);
-            outside = outside.or(choices.outside);
-        }
-        let compared = rows.iter().filter(|e| e.m > 0).count();
-        let mut all = Energy::default();
-        rows.iter().for_each(|e| all.join(*e));
-        let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
-        let Some((token, worst)) = worst else { return Check::new(name, Verdict::Unmeasured, "no rows") };
-        let counts = format!("{} rows free, {} replayed", compared.saturating_sub(replayed.len()), replayed.len());
-        let shown = if all.share() > worst.share() { all } else { *worst };
-        let mut check = Check::new(name, Verdict::Match, "");
-        check.rho = Some((shown.rho(), limit(shown.m)));
-        let figures = format!("rho {:.3} over all rows, {:.3} at token {token}; {counts}", all.rho(), worst.rho());
-        (check.verdict, check.detail) = if let Some(outside) = outside {
-            (Verdict::Divergent, format!("{outside}; {figures}"))
-        } else if all.share() > 1.0 || worst.share() > 1.0 {
-            (Verdict::Divergent, figures)
-        } else if (compared as f64) < LEAST_ROWS * rows.len() as f64 {
-            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", rows.len()))
-        } else {
-            (Verdict::Match, figures)
-        };
-        check
-    }
 }
 
 fn plan<'a>(
     subject: &'a Subject,
     choices: &'a Replacements,
     variants: &'a [whole::Variant],
-    keep: &'a dyn Fn(Point) -> bool,
+    keep: &'a (dyn Fn(Point) -> bool + Sync),
     rows: &'a [usize],
 ) -> whole::Plan<'a> {
     let (checkpoint, ids, attention) = (&*subject.checkpoint, &subject.ids, subject.attention);
@@ -114,7 +75,7 @@ impl Bench<'_> {
         let listen = Listen::Replace(self.floor()?.choices.clone(), choices());
         let plain = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
         let target = run(&mut self.engine, &listen)?;
-        Ok(self.floor()?.compare(name, &plain.logits, &target))
+        Ok(self.floor()?.whole.compare(name, &target, &against(&plain.logits, self.vocab())))
     }
 
     /// TP 1 = TP N.
@@ -135,7 +96,7 @@ impl Bench<'_> {
         };
         let target = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
         let free = self.floor()?;
-        let mut check = free.compare(&name, &free.logits, &target);
+        let mut check = free.whole.compare(&name, &target, &against(&free.logits, self.vocab()));
         if check.verdict == Verdict::Divergent {
             check.detail = format!("{}; {}", self.first_bad()?, check.detail);
         }
@@ -180,6 +141,11 @@ impl Bench<'_> {
         }
         Ok("first op logits".into())
     }
+}
+
+/// Values of a run's logits by row and column.
+fn against(logits: &[f32], vocab: usize) -> impl Fn(usize, usize) -> f64 {
+    move |t, i| logits.get(t * vocab + i).map_or(f64::NAN, |v| f64::from(*v))
 }
 
 /// All ranks' captures of a place put together.

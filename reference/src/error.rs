@@ -52,6 +52,15 @@ pub enum RefError {
         /// Why it cannot be cut.
         reason: String,
     },
+    /// A choice that was forced on the model does not fit it.
+    Choice {
+        /// The point.
+        point: String,
+        /// What would have been right.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
     /// A token id outside the vocabulary.
     Token {
         /// The id.
@@ -87,6 +96,9 @@ impl fmt::Display for RefError {
             RefError::Form { param, asked } => write!(f, "parameter {param:?} has no form `{asked}`"),
             RefError::Split { what, tp, rank, reason } => {
                 write!(f, "{what} cannot be cut for rank {rank} of {tp}: {reason}")
+            }
+            RefError::Choice { point, expected, found } => {
+                write!(f, "choice forced at `{point}`: expected {expected}, found {found}")
             }
             RefError::Token { id, vocab } => write!(f, "token id {id} is outside the vocabulary of {vocab}"),
         }

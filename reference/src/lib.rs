@@ -28,7 +28,7 @@ pub use ndarray;
 pub use arith::{Arith, Order};
 pub use config::{Eps, RefConfig};
 pub use error::RefError;
-pub use model::forward;
+pub use model::{forward, forward_choosing};
 pub use names::Param;
 pub use points::{Options, inputs_of, partial_inputs_of, points};
 pub use replay::{ReplayError, partials, replay};

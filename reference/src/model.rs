@@ -15,6 +15,10 @@ use crate::weights::Weights;
 /// Receives the name and the value of each probe point, first axis tokens.
 pub type Sink<'a> = &'a mut dyn FnMut(&str, ArrayD<f64>);
 
+/// Choices that another run made, by the name of the point (`index_topk` with -1 behind the last key, `expert_ids`),
+/// first axis tokens; the model goes on with these in place of its own.
+pub type Choices<'a> = &'a dyn Fn(&str) -> Option<ArrayD<f32>>;
+
 /// Runs the model over the token ids `ids` at positions 0, 1, 2, .. and hands every probe point of
 /// [`points`](crate::points::points) to `sink`, in that order. MTP row t pairs the trunk's normed hidden state of token
 /// t with token t + 1, at position t + 1; it has one row less.
@@ -29,13 +33,31 @@ pub fn forward(
     options: Options,
     sink: Sink<'_>,
 ) -> Result<(), RefError> {
+    forward_choosing(c, w, ids, a, options, &|_| None, sink)
+}
+
+/// As [`forward`], but goes on with the choices that `choices` gives where it gives any. The sink still receives the
+/// model's own ones, and the scores they were made from, so that a reader can tell how near the two are.
+///
+/// # Errors
+/// As for [`forward`], and a forced choice that does not fit: another number of rows or columns, an expert that does
+/// not exist, a token without a key.
+pub fn forward_choosing(
+    c: &RefConfig,
+    w: &dyn Weights,
+    ids: &[u32],
+    a: Arith,
+    options: Options,
+    choices: Choices<'_>,
+    sink: Sink<'_>,
+) -> Result<(), RefError> {
     let mut x = Array2::zeros((ids.len(), c.hidden));
     for (mut row, &id) in x.rows_mut().into_iter().zip(ids) {
         row.assign(&w.embedding_row(id as usize)?.mapv(f64::from));
     }
     let embed = x.clone();
     let positions: Vec<usize> = (0..ids.len()).collect();
-    let mut run = Run { c, w, a, options, sink, site: Site::Model };
+    let mut run = Run { c, w, a, options, choices, sink, site: Site::Model };
     run.emit("embed", &x);
 
     let mut keys = Vec::new();
@@ -61,6 +83,7 @@ struct Run<'a, 's> {
     w: &'a dyn Weights,
     a: Arith,
     options: Options,
+    choices: Choices<'s>,
     sink: Sink<'s>,
     site: Site,
 }
@@ -68,6 +91,38 @@ struct Run<'a, 's> {
 impl Run<'_, '_> {
     fn emit<D: Dimension>(&mut self, op: &str, value: &ndarray::Array<f64, D>) {
         (self.sink)(&format!("{}{op}", self.site.prefix()), value.clone().into_dyn());
+    }
+
+    /// The model's own choice, or the one forced on it: per row the indices, all below `below(row)`, without
+    /// padding.
+    fn choice(&self, op: &str, own: &Array2<f64>, below: impl Fn(usize) -> usize) -> Result<Vec<Vec<usize>>, RefError> {
+        let point = format!("{}{op}", self.site.prefix());
+        let (rows, width) = own.dim();
+        let forced = (self.choices)(&point);
+        let wrong = |expected: String, found: String| RefError::Choice { point: point.clone(), expected, found };
+        let chosen = match forced {
+            None => own.clone(),
+            Some(forced) if forced.len() != rows * width || forced.shape().first() != Some(&rows) => {
+                return Err(wrong(format!("[{rows}, {width}]"), format!("{:?}", forced.shape())));
+            }
+            Some(forced) => Array2::from_shape_vec((rows, width), forced.iter().map(|&v| f64::from(v)).collect())
+                .map_err(|e| wrong(format!("[{rows}, {width}]"), e.to_string()))?,
+        };
+        let row = |(t, row): (usize, ndarray::ArrayView1<'_, f64>)| {
+            let limit = below(t);
+            let index = |&v: &f64| match v >= 0.0 && v < limit as f64 && v.fract() == 0.0 {
+                true => Ok(v as usize),
+                false => Err(wrong(format!("indices below {limit} at token {t}"), v.to_string())),
+            };
+            let row: Vec<usize> = row.iter().filter(|&&v| v != -1.0).map(index).collect::<Result<_, _>>()?;
+            let whole = width.min(limit);
+            if row.len() == whole {
+                Ok(row)
+            } else {
+                Err(wrong(format!("{whole} indices at token {t}"), row.len().to_string()))
+            }
+        };
+        chosen.rows().into_iter().enumerate().map(row).collect()
     }
 
     fn layer(
@@ -166,8 +221,7 @@ impl Run<'_, '_> {
         self.emit("attn.index_scores", &scores);
         let chosen = ops::index_top_k(&scores, &tokens, c.top_k);
         self.emit("attn.index_topk", &chosen);
-        let keys = |row: ndarray::ArrayView1<'_, f64>| row.iter().filter(|&&k| k >= 0.0).map(|&k| k as usize).collect();
-        Ok(chosen.rows().into_iter().map(keys).collect())
+        self.choice("attn.index_topk", &chosen, |t| t + 1)
     }
 
     fn dense_ffn(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
@@ -186,8 +240,7 @@ impl Run<'_, '_> {
         self.emit("ffn.choice_scores", &scores);
         let ids = ops::choose_experts(&scores, c.experts_used);
         self.emit("ffn.expert_ids", &ids);
-        let ids: Vec<Vec<usize>> =
-            ids.rows().into_iter().map(|row| row.iter().map(|&e| e as usize).collect()).collect();
+        let ids = self.choice("ffn.expert_ids", &ids, |_| c.experts)?;
         let weights = ops::expert_weights(a, &p, &ids, c.normalise_weights, c.routed_scale);
         self.emit("ffn.expert_weights", &weights);
 

@@ -6,7 +6,7 @@ use ndarray::{Array1, Array2, Array3, ArrayD, Axis};
 use super::*;
 use crate::arith::Order;
 use crate::config::{Gating, RopeStyle};
-use crate::model::forward;
+use crate::model::{forward, forward_choosing};
 use crate::points::{inputs_of, points};
 use crate::weights::shape;
 
@@ -286,4 +286,33 @@ fn f32_order_reaches_the_sums() {
         replay(&c, &w, Arith::F32(order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3]).expect("replays")
     };
     assert_ne!(at(Order::Sequential), at(Order::Reversed));
+}
+
+#[test]
+fn forced_choices_are_gone_on_with_and_own_ones_are_shown() {
+    let c = tiny_config();
+    let options = Options { dense: false, mtp: false };
+    let (_, own) = run(&c, Arith::Exact, options);
+    let force = |choices: &dyn Fn(&str) -> Option<ArrayD<f32>>| {
+        let mut values = HashMap::new();
+        let mut sink = |name: &str, value: ArrayD<f64>| {
+            values.insert(name.to_string(), value);
+        };
+        forward_choosing(&c, &Hashed(c.clone()), &IDS, Arith::Exact, options, choices, &mut sink).map(|()| values)
+    };
+    let choice = |name: &str| name.ends_with("index_topk") || name.ends_with("expert_ids");
+    let same = force(&|name| own.get(name).filter(|_| choice(name)).map(|v| v.mapv(|v| v as f32))).expect("runs");
+    assert!(same.iter().all(|(name, value)| own[name] == value), "its own choices change nothing");
+
+    let point = "layers.1.ffn.expert_ids";
+    let others = own[point].mapv(|e| ((e as usize + 1) % c.experts) as f32);
+    let forced = force(&|name| (name == point).then(|| others.clone())).expect("runs");
+    assert_eq!(forced[point], own[point], "the sink sees the model's own choice");
+    assert_eq!(forced["layers.1.ffn.norm"], own["layers.1.ffn.norm"]);
+    assert_ne!(forced["layers.1.ffn.out"], own["layers.1.ffn.out"]);
+
+    for bad in [others.mapv(|_| c.experts as f32), others.mapv(|_| -1.0), ArrayD::zeros(vec![IDS.len(), 1])] {
+        let error = force(&|name| (name == point).then(|| bad.clone())).expect_err("does not fit");
+        assert!(matches!(&error, RefError::Choice { point: p, .. } if p == point), "{error}");
+    }
 }

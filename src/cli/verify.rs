@@ -10,7 +10,8 @@ use super::subject::{Bar, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::report::table::table;
 use crate::verify::{
-    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, tokenizer, weights,
+    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, invariants, logits, tokenizer,
+    weights,
 };
 
 /// The stages in order of certainty.
@@ -59,7 +60,8 @@ fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Res
         StageArg::Tokenizer => tokenizer::run(subject, progress),
         StageArg::Weights => weights::run(subject, progress),
         StageArg::Activations => activations::run(subject, progress),
-        _ => Ok(StageReport::not_applicable("?", "?")),
+        StageArg::Invariants => invariants::run(subject, progress),
+        StageArg::Logits => logits::run(subject, progress),
     }
 }
 

@@ -1,12 +1,16 @@
 //! Reading and replacing activations while the forward pass runs. A step without a listener pays nothing.
 
 pub mod capture;
+pub mod digest;
 pub mod dump;
 pub mod points;
+pub mod replace;
 pub mod trace;
 
 pub use capture::{Capture, Captured, Values};
+pub use digest::Digest;
 pub use points::{Layout, Point};
+pub use replace::{Replace, Replacements};
 pub use trace::Trace;
 
 /// What a listener sees at a point: one rank's values of the step's tokens.

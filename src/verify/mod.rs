@@ -2,14 +2,18 @@
 //! fault. One file per stage; each returns a [`StageReport`].
 
 pub mod activations;
+pub mod drive;
 pub mod file;
 pub mod floor;
+pub mod invariants;
+pub mod logits;
 pub mod pairing;
 pub mod replay;
 pub mod subject;
 pub mod tokenizer;
 pub mod verdict;
 pub mod weights;
+pub mod whole;
 
 pub use subject::{Engines, PlainEngines, Progress, Subject};
 pub use verdict::{Check, StageReport, Verdict};
@@ -27,6 +31,10 @@ pub enum VerifyError {
     Checkpoint(#[from] CheckpointError),
     #[error("reference: {0}")]
     Reference(String),
+    #[error("{0}")]
+    Choice(String),
+    #[error("a value that was to replace the run's own does not fit its place, so the step ended there")]
+    Replacement,
 }
 
 impl From<lockstep_reference::RefError> for VerifyError {

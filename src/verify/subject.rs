@@ -15,6 +15,12 @@ pub trait Engines: Send + Sync {
     /// # Errors
     /// Everything that loading refuses.
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError>;
+
+    /// True if the device promises that every sum has one order, which depends on neither the batch nor the chunk: what
+    /// must be equal then is compared bit by bit, and by the noise floor otherwise.
+    fn sums_in_one_order(&self) -> bool {
+        true
+    }
 }
 
 /// Engines without decoration.

@@ -1,0 +1,154 @@
+//! Two whole runs side by side, by the noise floor. The baseline is the engine at one rank. The reference measures, with
+//! the baseline's choices, how far errors of the recipe travel; the target goes on with the same choices, and its own
+//! ones are judged by their margins. Where they are the baseline's anyway the target runs free: putting equal values in
+//! their place changes nothing. Rows where a near tie fell the other way are replayed, and counted.
+//!
+//! What this separates, on glm5-nano at tp 8 with 112 tokens: a clean engine has rho 0.2 to 0.4 at every token; one
+//! rank's shared-expert partial lost in one layer has rho of some thousands.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::Bench;
+use crate::engine::{Engine, Options};
+use crate::probe::capture::{Captured, Filter, UnshardError, unshard};
+use crate::probe::{Point, Replacements};
+use crate::verify::VerifyError;
+use crate::verify::drive::{Fed, Feed, Listen, Place, choices, feed};
+use crate::verify::floor;
+use crate::verify::subject::{Progress, Subject};
+use crate::verify::verdict::{Check, Verdict};
+use crate::verify::whole::{self, Whole};
+
+/// The baseline's run and the floor around it.
+pub struct Free {
+    /// The reference's runs with the baseline's choices.
+    pub whole: Whole,
+    /// The baseline's choices.
+    pub choices: Arc<Replacements>,
+    /// The baseline's logits.
+    pub logits: Vec<f32>,
+}
+
+impl Free {
+    /// Runs the engine at one rank and the reference.
+    ///
+    /// # Errors
+    /// Failures of either.
+    pub fn measure(subject: &Subject, options: Options, progress: &dyn Progress) -> Result<Self, VerifyError> {
+        let mut engine = subject.engines.engine(&subject.checkpoint, 1, options)?;
+        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
+        drop(engine);
+        let choices = Arc::new(run.choices(0));
+        let whole = whole::measure(&plan(subject, &choices, &whole::recipe(subject.tp), &|_| false, &[]), progress)?;
+        Ok(Free { whole, choices, logits: run.logits })
+    }
+}
+
+fn plan<'a>(
+    subject: &'a Subject,
+    choices: &'a Replacements,
+    variants: &'a [whole::Variant],
+    keep: &'a (dyn Fn(Point) -> bool + Sync),
+    rows: &'a [usize],
+) -> whole::Plan<'a> {
+    let (checkpoint, ids, attention) = (&*subject.checkpoint, &subject.ids, subject.attention);
+    whole::Plan { checkpoint, ids, attention, choices, variants, keep, rows }
+}
+
+impl Bench<'_> {
+    /// The floor and the baseline's run, made once.
+    fn floor(&self) -> Result<&Free, VerifyError> {
+        if let Some(floor) = self.floor.get() {
+            return Ok(floor);
+        }
+        let free = Free::measure(self.subject, *self.engine.options(), self.progress)?;
+        Ok(self.floor.get_or_init(|| free))
+    }
+
+    /// Compares the prompt fed in another way with the prompt in one step, both with the baseline's choices.
+    pub(super) fn freely(
+        &mut self,
+        name: &str,
+        run: impl FnOnce(&mut Engine, &Listen) -> Result<Fed, VerifyError>,
+    ) -> Result<Check, VerifyError> {
+        let listen = Listen::Replace(self.floor()?.choices.clone(), choices());
+        let plain = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
+        let target = run(&mut self.engine, &listen)?;
+        Ok(self.floor()?.whole.compare(name, &target, &against(&plain.logits, self.vocab())))
+    }
+
+    /// TP 1 = TP N.
+    pub(super) fn degrees(&mut self) -> Result<(), VerifyError> {
+        let tp = self.subject.tp;
+        let name = format!("TP 1 = TP {tp}");
+        if tp == 1 {
+            self.checks.push(Check::new("TP 1 = TP N", Verdict::NotApplicable, "one rank"));
+            return Ok(());
+        }
+        let listen = match self.floor() {
+            Ok(free) => Listen::Replace(free.choices.clone(), choices()),
+            Err(VerifyError::Choice(why)) => {
+                self.checks.push(Check::new(name, Verdict::Divergent, format!("at one rank: {why}")));
+                return Ok(());
+            }
+            Err(other) => return Err(other),
+        };
+        let target = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
+        let free = self.floor()?;
+        let mut check = free.whole.compare(&name, &target, &against(&free.logits, self.vocab()));
+        if check.verdict == Verdict::Divergent {
+            check.detail = format!("{}; {}", self.first_bad()?, check.detail);
+        }
+        self.checks.push(check);
+        Ok(())
+    }
+
+    /// The first op, in the order of the forward pass, whose values at the sampled rows lie outside the floor of whole
+    /// runs. Only run when something is wrong: it keeps every point.
+    fn first_bad(&mut self) -> Result<String, VerifyError> {
+        let subject = self.subject;
+        let rows: Vec<usize> = match subject.rows.is_empty() {
+            true => (0..subject.ids.len()).collect(),
+            false => subject.rows.iter().copied().filter(|r| *r < subject.ids.len()).collect(),
+        };
+        let keep = |point: Point| !point.is_choice() && !matches!(point, Point::IndexScores | Point::Logits);
+        let filter: Filter = Arc::new(move |point, _| keep(point));
+        let forced = self.floor()?.choices.clone();
+        let whole = whole::measure(&plan(subject, &forced, &whole::recipe(subject.tp), &keep, &rows), self.progress)?;
+        let listen = Listen::Replace(forced, filter);
+        let all = Feed::whole(&subject.ids);
+        let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
+        let (baseline, target) = (feed(&mut one, &all, &listen)?, feed(&mut self.engine, &all, &listen)?);
+        for place in target.ranks.first().into_iter().flat_map(BTreeMap::keys) {
+            let (Some(floored), Ok(baseline)) = (whole.point(*place), joined(&baseline, *place)) else { continue };
+            let target = match joined(&target, *place) {
+                Ok(target) => target,
+                Err(e) => return Ok(format!("first op {place}: {e}")),
+            };
+            let width = floored.exact.ncols();
+            let at = |captured: &Captured| -> Vec<f32> {
+                let values = captured.as_f32();
+                rows.iter().flat_map(|r| values.get(r * width..(r + 1) * width).unwrap_or_default().to_vec()).collect()
+            };
+            let (baseline, target) = (at(&baseline), at(&target));
+            let energies =
+                floored.energies(&target, |t, i| baseline.get(t * width + i).map_or(f64::NAN, |v| (*v).into()));
+            let bad = floor::pools(&energies).into_iter().find(|(_, _, energy)| energy.share() > 1.0);
+            if let Some((first, _, energy)) = bad {
+                return Ok(format!("first op {place}, token {}, rho {:.3e}", rows[first], energy.rho()));
+            }
+        }
+        Ok("first op logits".into())
+    }
+}
+
+/// Values of a run's logits by row and column.
+fn against(logits: &[f32], vocab: usize) -> impl Fn(usize, usize) -> f64 {
+    move |t, i| logits.get(t * vocab + i).map_or(f64::NAN, |v| f64::from(*v))
+}
+
+/// All ranks' captures of a place put together.
+fn joined(run: &Fed, place: Place) -> Result<Captured, UnshardError> {
+    unshard(&run.ranks.iter().filter_map(|rank| rank.get(&place)).collect::<Vec<_>>())
+}

@@ -1,0 +1,344 @@
+//! The stage `invariants`: the engine against itself. What must not matter (the number of ranks, how a prompt is cut,
+//! what else is in the batch, who listens) is changed, and nothing else; no reference is needed to say that a result
+//! which changes with it is wrong.
+//!
+//! Where the device promises that every sum has one order, results are compared bit by bit, by 64-bit digests of every
+//! row of every point on every rank, so that the first op, rank and token where two runs part are named. Where it does
+//! not (and always between tensor-parallel degrees, since an all-reduce changes the order) logits are compared row by
+//! row in units of the noise floor of whole runs: see [`whole`](super::whole) for how that is measured, and [`freely`]
+//! for the comparison. Both sides of such a comparison carry an error of their own; the limit is nevertheless the one
+//! for a single side, as a correct engine's error is a third of its floor.
+
+pub mod freely;
+
+use std::cell::OnceCell;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::VerifyError;
+use super::drive::{Fed, Feed, Listen, Parting, feed};
+use super::subject::{Progress, Subject};
+use super::verdict::{Check, StageReport, Verdict};
+use crate::engine::kv::PAGE;
+use crate::engine::{Attention, Engine, Options};
+use crate::probe::capture::Filter;
+use crate::probe::{Layout, Point, Values};
+
+/// One part of the stage; it adds its checks.
+type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
+
+/// Parts of the stage, for the progress line.
+const PARTS: usize = 9;
+
+/// Runs the stage.
+///
+/// # Errors
+/// Engines that cannot be made, and steps that fail.
+pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
+    if subject.target.is_some() {
+        return Ok(StageReport::not_applicable("invariants", "a dump is judged: there is no engine to run again"));
+    }
+    if subject.ids.len() < 2 {
+        return Ok(StageReport::unmeasured("invariants", "the prompt has fewer than two tokens"));
+    }
+    let started = Instant::now();
+    let mut bench = Bench::new(subject, progress)?;
+    let steps: [(&str, Step<'_>); PARTS - 1] = [
+        ("replicas", Bench::replicas),
+        ("dumps", Bench::dumps),
+        ("decode", Bench::decode),
+        ("chunks", Bench::chunks),
+        ("lengths", Bench::lengths),
+        ("batch", Bench::batch),
+        ("dense", Bench::dense),
+        ("ranks", Bench::degrees),
+    ];
+    progress.at("invariants: three runs", 0, PARTS);
+    if bench.repeat()? {
+        for (i, (what, step)) in steps.into_iter().enumerate() {
+            progress.at(&format!("invariants: {what}"), i + 1, PARTS);
+            step(&mut bench)?;
+        }
+        bench.checks.push(Check::new("graph = eager", Verdict::NotApplicable, "the CPU device records no graphs"));
+    }
+    progress.at("invariants", PARTS, PARTS);
+    let summary = format!(
+        "{} tokens at tp {}, {}; {}",
+        subject.ids.len(),
+        subject.tp,
+        subject.attention.name(),
+        if bench.exact { "bit by bit, degrees by the noise floor" } else { "by the noise floor" },
+    );
+    let mut report = StageReport::new("invariants", summary, bench.checks);
+    report.seconds = started.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// The engine under test with its plain run, and what was found so far.
+struct Bench<'a> {
+    subject: &'a Subject,
+    progress: &'a dyn Progress,
+    engine: Engine,
+    /// True where bits are promised.
+    exact: bool,
+    /// Digests of every point of the prompt in one step, and its logits.
+    base: Fed,
+    /// The floor of whole runs, with the baseline's choices, once something needs it.
+    floor: OnceCell<freely::Free>,
+    checks: Vec<Check>,
+}
+
+fn everything() -> Filter {
+    Arc::new(|_, _| true)
+}
+
+/// Everything but the sums that a fused residual and norm keeps inside: to listen there takes the fusion apart.
+fn not_inside() -> Filter {
+    Arc::new(|point, _| !matches!(point, Point::Residual | Point::Output))
+}
+
+impl<'a> Bench<'a> {
+    fn new(subject: &'a Subject, progress: &'a dyn Progress) -> Result<Self, VerifyError> {
+        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
+        let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(everything()))?;
+        let (exact, floor) = (subject.engines.sums_in_one_order(), OnceCell::new());
+        Ok(Bench { subject, progress, engine, exact, base, floor, checks: Vec::new() })
+    }
+
+    fn vocab(&self) -> usize {
+        self.engine.config().vocab
+    }
+
+    fn digests(&mut self, of: &Feed<'_>) -> Result<Fed, VerifyError> {
+        feed(&mut self.engine, of, &Listen::Digests(everything()))
+    }
+
+    /// Three runs, with and without a listener. False if they differ: nothing can be judged then.
+    fn repeat(&mut self) -> Result<bool, VerifyError> {
+        let (name, ids) = ("three runs bit-equal", &self.subject.ids);
+        let silent = feed(&mut self.engine, &Feed::whole(ids), &Listen::Off)?;
+        for _ in 0..2 {
+            let again = self.digests(&Feed::whole(ids))?;
+            if let Some(parting) = self.base.parts_from(&again) {
+                let detail = format!("the same input gives other bits: {parting}; nothing else was judged");
+                self.checks.push(Check::new(name, Verdict::Nondeterministic, detail));
+                return Ok(false);
+            }
+            let again = feed(&mut self.engine, &Feed::whole(ids), &Listen::Off)?;
+            if let Some(row) = silent.logits_part(&again, self.vocab()) {
+                let detail = format!(
+                    "the same input gives other logits at token {row}, but only while nobody listens: an operation that \
+                     runs alone then; nothing else was judged"
+                );
+                self.checks.push(Check::new(name, Verdict::Nondeterministic, detail));
+                return Ok(false);
+            }
+        }
+        let points = self.base.ranks.iter().map(|r| r.len()).sum::<usize>();
+        self.checks.push(Check::exact(name, true, format!("{points} points on {} ranks, all rows", self.subject.tp)));
+        Ok(true)
+    }
+
+    /// Replicated points hold the same bits on every rank.
+    fn replicas(&mut self) -> Result<(), VerifyError> {
+        let name = "replicated on every rank";
+        let Some((first, others)) = self.base.ranks.split_first().filter(|(_, others)| !others.is_empty()) else {
+            self.checks.push(Check::new(name, Verdict::NotApplicable, "one rank"));
+            return Ok(());
+        };
+        let replicated = || first.iter().filter(|(place, _)| place.point.layout() == Layout::Replicated);
+        let odd = replicated().find_map(|(place, own)| {
+            let rank = others.iter().position(|other| other.get(place).is_none_or(|o| o.values != own.values))?;
+            Some(format!("{place}: rank {} differs from rank 0", rank + 1))
+        });
+        let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated().count()));
+        self.checks.push(Check::exact(name, odd.is_none(), detail));
+        Ok(())
+    }
+
+    /// Listening changes nothing, and neither does taking fused operations apart.
+    fn dumps(&mut self) -> Result<(), VerifyError> {
+        let whole = Feed::whole(&self.subject.ids);
+        let silent = feed(&mut self.engine, &whole, &Listen::Off)?;
+        let fused = feed(&mut self.engine, &whole, &Listen::Digests(not_inside()))?;
+        let part = silent.logits_part(&fused, self.vocab());
+        let detail = match part {
+            None => "same bits".into(),
+            Some(row) => format!("logits of token {row} change when points are listened to"),
+        };
+        self.checks.push(Check::exact("dumps on = off", part.is_none(), detail));
+        let name = "fused = composed";
+        if self.exact {
+            let part = fused.parts_from(&self.base);
+            let detail = part.map_or("residual and norm: same bits".into(), |p| {
+                format!("residual and norm in one operation and in two: {p}")
+            });
+            self.checks.push(Check::exact(name, part.is_none(), detail));
+        } else {
+            let check = self.freely(name, |engine, listen| feed(engine, &whole, listen))?;
+            self.checks.push(check);
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self) -> Result<(), VerifyError> {
+        let decoded = Feed::chunked(&self.subject.ids, vec![1]);
+        self.same("prefill = decode", "DECODE_DEPENDENCE", &decoded)
+    }
+
+    fn chunks(&mut self) -> Result<(), VerifyError> {
+        let top_k = self.engine.config().top_k;
+        // A page and one, so that pages fill in the middle of a step; a small prime; and a cut where choosing begins.
+        for chunks in [vec![PAGE + 1], vec![7], vec![top_k, 5]] {
+            if chunks[0] >= self.subject.ids.len() {
+                continue;
+            }
+            let name = match chunks[..] {
+                [first, then] => format!("chunked = whole ({first}, then {then} tokens)"),
+                _ => format!("chunked = whole ({} tokens)", chunks[0]),
+            };
+            self.same(&name, "CHUNK_DEPENDENCE", &Feed::chunked(&self.subject.ids, chunks))?;
+        }
+        Ok(())
+    }
+
+    /// Prompts of every length that crosses a boundary: what comes later may not change what came before.
+    fn lengths(&mut self) -> Result<(), VerifyError> {
+        let (ids, top_k) = (&self.subject.ids, self.engine.config().top_k);
+        let mut lengths = Vec::new();
+        for boundary in [8, PAGE, 2 * PAGE, top_k, 2 * top_k, ids.len()] {
+            lengths.extend([boundary - 1, boundary, boundary + 1]);
+        }
+        lengths.retain(|l| (1..ids.len()).contains(l));
+        lengths.sort_unstable();
+        lengths.dedup();
+        let name = format!("length sweep ({} lengths)", lengths.len());
+        if !self.exact {
+            // Rows by the floor are what `chunked = whole` has judged; a sweep adds names, which need bits.
+            let reason = "the device promises no bits; rows of other lengths are judged as chunks";
+            self.checks.push(Check::new(name, Verdict::NotApplicable, reason));
+            return Ok(());
+        }
+        let mut bad = None;
+        for length in &lengths {
+            let run = self.digests(&Feed::whole(&ids[..*length]))?;
+            if let Some(parting) = run.parts_from(&self.base) {
+                bad = Some(format!("LENGTH_DEPENDENCE: first bad length {length}: {parting}"));
+                break;
+            }
+        }
+        let detail = bad.clone().unwrap_or_else(|| format!("rows are the same at {lengths:?} tokens"));
+        self.checks.push(Check::exact(name, bad.is_none(), detail));
+        Ok(())
+    }
+
+    /// Alone, and beside sequences of other lengths in other slots, with scattered pages.
+    fn batch(&mut self) -> Result<(), VerifyError> {
+        let ids = &self.subject.ids;
+        let (long, short) = neighbours(ids);
+        let steps = vec![ids.len() / 2 + 1];
+        let last = Feed { before: vec![long.clone(), short.clone()], ..Feed::whole(ids) };
+        let middle = Feed { before: vec![short], behind: vec![long], ..Feed::chunked(ids, steps) };
+        self.same("batch 1 = N (last of 3)", "BATCH_DEPENDENCE", &last)?;
+        self.same("batch 1 = N (second of 3, in two steps)", "BATCH_DEPENDENCE", &middle)
+    }
+
+    /// The prompt fed in another way gives what it gives alone in one step.
+    fn same(&mut self, name: &str, kind: &str, other: &Feed<'_>) -> Result<(), VerifyError> {
+        let check = if self.exact {
+            let run = self.digests(other)?;
+            let part = run.parts_from(&self.base);
+            let steps = other.cuts();
+            let detail = part.map_or(format!("same bits in {} steps", steps.len()), |p| {
+                let chunk = steps.iter().position(|c| c.contains(&p.row)).unwrap_or(0);
+                format!("{kind}: {p}, chunk {} of {}", chunk + 1, steps.len())
+            });
+            Check::exact(name, part.is_none(), detail)
+        } else {
+            let mut check = self.freely(name, |engine, listen| feed(engine, other, listen))?;
+            if check.verdict == Verdict::Divergent {
+                check.detail = format!("{kind}: {}", check.detail);
+            }
+            check
+        };
+        self.checks.push(check);
+        Ok(())
+    }
+
+    /// Sparse attention is dense attention while every key is chosen, and something else afterwards.
+    fn dense(&mut self) -> Result<(), VerifyError> {
+        let (subject, top_k) = (self.subject, self.engine.config().top_k);
+        let other = match subject.attention {
+            Attention::Dsa => Attention::Dense,
+            Attention::Dense => Attention::Dsa,
+        };
+        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, other))?;
+        let name = "DSA with top-k >= length = dense";
+        let short = subject.ids.len().min(top_k);
+        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(everything()))?;
+        // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
+        let check = if self.exact {
+            let bad = within(&run, &self.base, 0..short);
+            let detail = bad.map_or(format!("same bits at all {short} tokens"), |p| format!("other bits: {p}"));
+            Check::exact(name, bad.is_none(), detail)
+        } else {
+            let first = &subject.ids[..short];
+            self.freely(name, |_, listen| feed(&mut engine, &Feed::whole(first), listen))?
+        };
+        self.checks.push(check);
+        let name = "sparse attention is active";
+        let check = if engine.config().context <= top_k {
+            let reason = format!("the context of {} tokens never exceeds top-k {top_k}", engine.config().context);
+            Check::new(name, Verdict::NotApplicable, reason)
+        } else if subject.ids.len() <= top_k {
+            let reason = format!("the prompt of {} tokens does not exceed top-k {top_k}", subject.ids.len());
+            Check::new(name, Verdict::Inactive, reason)
+        } else {
+            match within(&run, &self.base, top_k..subject.ids.len()) {
+                Some(p) => {
+                    let detail = format!("with {} tokens over top-k, dense differs: {p}", subject.ids.len() - top_k);
+                    Check::exact(name, true, detail)
+                }
+                None => Check::new(
+                    name,
+                    Verdict::Inactive,
+                    format!(
+                        "layers.0.attn.latent: {} tokens over top-k {top_k} and yet the bits of dense attention: every \
+                         key was attended to",
+                        subject.ids.len() - top_k
+                    ),
+                ),
+            }
+        };
+        self.checks.push(check);
+        Ok(())
+    }
+}
+
+/// Where two runs part within these rows.
+fn within(a: &Fed, b: &Fed, rows: std::ops::Range<usize>) -> Option<Parting> {
+    let cut = |fed: &Fed| {
+        let mut fed = fed.clone();
+        for captured in fed.ranks.iter_mut().flat_map(|rank| rank.values_mut()) {
+            if let Values::I32(v) = &mut captured.values {
+                *v = v.chunks_exact(2).take(rows.end).skip(rows.start).flatten().copied().collect();
+            }
+        }
+        fed
+    };
+    cut(a).parts_from(&cut(b)).map(|parting| Parting { row: parting.row + rows.start, ..parting })
+}
+
+/// Other sequences with other ids, one longer than the other: were their keys read by mistake, the bits would change.
+fn neighbours(ids: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    let backwards = || ids.iter().rev().copied();
+    (backwards().take(ids.len() * 2 / 3 + 1).collect(), backwards().skip(1).take(ids.len() / 3 + 1).collect())
+}
+
+/// Room for the prompt and its neighbours in one step.
+fn room(subject: &Subject, attention: Attention) -> Options {
+    let tokens = subject.ids.len();
+    let (long, short) = neighbours(&subject.ids);
+    let all = tokens + long.len() + short.len();
+    Options { attention, chunk: all, cache_tokens: all + PAGE, sequences: 3 }
+}

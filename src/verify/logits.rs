@@ -1,0 +1,376 @@
+//! The stage `logits`: what comes out at the end, against the reference, over real prompts and the text that the engine
+//! goes on with.
+//!
+//! The engine generates greedily, and the reference reads prompt and continuation once, teacher-forced, with the
+//! target's choices of experts and keys (each judged by its margin). Four questions per prompt: is the divergence of the
+//! distributions within its limit; is every token's row of logits within its floor; is the most likely token the
+//! reference's; is each generated token the one that the reference would choose after the same prefix.
+//!
+//! The limit is the larger of two spreads, row by row: runs of the target's recipe in other orders of summation, and the
+//! reference under the eps that engines disagree about, since a target inside the references' own spread is not wrong.
+//! A divergence is quadratic in the error, so its rho is the root of (sum of KL / sum of limits). A most likely token
+//! counts where the reference's two best are further apart than two errors (2 sigma of that row).
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use lockstep_reference::{Arith, Eps};
+
+use super::VerifyError;
+use super::drive::{Fed, Feed, Listen, Place, choices, feed};
+use super::floor::limit;
+use super::subject::{Progress, Subject};
+use super::verdict::{Check, StageReport, Verdict};
+use super::whole::{self, Plan, Variant, Whole, divergence};
+use crate::engine::generate::generate;
+use crate::engine::kv::PAGE;
+use crate::engine::sampler::{Sampling, greedy};
+use crate::engine::scheduler::Request;
+use crate::engine::{Attention, Engine, Options};
+use crate::probe::{Point, Replacements, Trace};
+use crate::tokenize::Tokenizer;
+
+/// Tokens that the engine goes on with behind the subject's prompt, and behind a built-in one.
+const CONTINUED: (usize, usize) = (24, 8);
+
+/// Prompts of every run, beside the subject's own: prose, figures, and code with other alphabets.
+const BUILT_IN: [(&str, &str); 3] = [
+    ("prose", "In the beginning God created the heaven and the"),
+    ("figures", "1 + 1 = 2, 2 + 2 = 4, 3 + 3 ="),
+    ("code", "fn main() { let s = \"größe 大小\"; println!("),
+];
+
+/// Runs the stage.
+///
+/// # Errors
+/// Engines that cannot be made, steps that fail, a model that the reference cannot read.
+pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
+    if subject.ids.is_empty() {
+        return Ok(StageReport::unmeasured("logits", "the prompt has no tokens"));
+    }
+    let started = Instant::now();
+    let mut checks = Vec::new();
+    let summary = match &subject.target {
+        Some(trace) => of_dump(subject, trace, progress, &mut checks)?,
+        None => of_engine(subject, progress, &mut checks)?,
+    };
+    if subject.checkpoint.config().mtp_layers > 0 {
+        checks.push(Check::new("MTP", Verdict::NotApplicable, "the engine does not run the MTP block"));
+    }
+    let mut report = StageReport::new("logits", summary, checks);
+    report.seconds = started.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// A run to be judged.
+struct Run {
+    name: String,
+    /// What was fed.
+    ids: Vec<u32>,
+    attention: Attention,
+    /// Choices and logits of every row.
+    fed: Fed,
+    /// The generated ids; the first stands behind the prompt, so its row is `ids.len() - generated.len()`.
+    generated: Vec<u32>,
+    /// Rows from here on cannot be compared.
+    until: usize,
+}
+
+fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>) -> Result<String, VerifyError> {
+    let context = subject.checkpoint.config().context;
+    let mut prompts = vec![(subject.prompt.clone(), subject.ids.clone(), CONTINUED.0)];
+    let tokenizer = subject.checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
+    let texts = match &tokenizer {
+        Ok(tokenizer) => {
+            for (name, text) in BUILT_IN {
+                // A text that this vocabulary cannot spell is the tokenizer stage's business.
+                if let Ok(ids) = tokenizer.prompt_ids(text)
+                    && !ids.is_empty()
+                {
+                    prompts.push((name.into(), ids, CONTINUED.1));
+                }
+            }
+            String::new()
+        }
+        Err(e) => format!("; no built-in prompts, since there is no tokenizer ({e})"),
+    };
+    let longest = prompts.iter().map(|(_, ids, more)| ids.len() + more).max().unwrap_or(0).min(context);
+    let options = Options {
+        attention: subject.attention,
+        chunk: longest,
+        cache_tokens: longest.next_multiple_of(PAGE),
+        sequences: 1,
+    };
+    let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
+    let mut rows = 0;
+    let count = prompts.len();
+    for (i, (name, ids, more)) in prompts.into_iter().enumerate() {
+        progress.at(&format!("logits: {name}"), i, count);
+        let more = more.min(context.saturating_sub(ids.len()));
+        let run = continued(&mut engine, name, ids, more, checks)?;
+        rows += run.ids.len();
+        let own = i == 0;
+        judge(subject, &run, own, progress, checks)?;
+    }
+    Ok(format!("{rows} rows of {count} prompts at tp {}{texts}", subject.tp))
+}
+
+/// Generates greedily as a user would, then feeds prompt and continuation along the same way while listening.
+fn continued(
+    engine: &mut Engine,
+    name: String,
+    prompt: Vec<u32>,
+    more: usize,
+    checks: &mut Vec<Check>,
+) -> Result<Run, VerifyError> {
+    let mut generated = Vec::new();
+    if more > 0 {
+        let sampling = Sampling::default();
+        let request = Request { prompt: prompt.clone(), most: more, stop: Vec::new(), sampling };
+        generate(engine, request, &mut |id| generated.push(id))?;
+    }
+    let mut ids = prompt.clone();
+    ids.extend(generated.iter().take(generated.len().saturating_sub(1)));
+    let fed = feed(engine, &Feed::chunked(&ids, vec![prompt.len(), 1]), &Listen::Capture(choices()))?;
+    let vocab = engine.config().vocab;
+    let again = fed.logits.chunks_exact(vocab).skip(prompt.len() - 1).map(greedy);
+    if let Some(step) = again.zip(&generated).position(|(again, id)| again != *id) {
+        let detail = format!("step {step}: the generated token is not the most likely one of the same step's logits");
+        checks.push(Check::new(format!("greedy sampling, {name}"), Verdict::Divergent, detail));
+    }
+    let (attention, until) = (engine.options().attention, ids.len());
+    Ok(Run { name, ids, attention, fed, generated, until })
+}
+
+fn of_dump(
+    subject: &Subject,
+    trace: &Trace,
+    progress: &dyn Progress,
+    checks: &mut Vec<Check>,
+) -> Result<String, VerifyError> {
+    let c = subject.checkpoint.config();
+    let unmeasured = |why: String, checks: &mut Vec<Check>| {
+        checks.push(Check::new("logits", Verdict::Unmeasured, why.clone()));
+        Ok(why)
+    };
+    if trace.ranks(Point::Logits, None).is_none() {
+        return unmeasured(format!("the dump of {} holds no logits", trace.producer), checks);
+    }
+    let whole = match trace.whole(Point::Logits, None) {
+        Ok(whole) => whole,
+        Err(e) => return unmeasured(format!("the dump's logits do not fit together: {e}"), checks),
+    };
+    let width = whole.row_len();
+    if whole.rows != trace.ids.len() || width < c.vocab {
+        let expected = format!("{} rows of at least {}", trace.ids.len(), c.vocab);
+        return unmeasured(format!("the dump's logits: expected {expected}, found {} of {width}", whole.rows), checks);
+    }
+    let logits = whole.as_f32().chunks_exact(width).flat_map(|row| row[..c.vocab].to_vec()).collect();
+    let mut fed = Fed { ranks: vec![Default::default(); trace.tp], logits };
+    let mut missing = Vec::new();
+    for layer in 0..c.layers {
+        let chooses = [
+            (Point::ExpertIds, c.is_moe(layer)),
+            (Point::IndexTopk, c.is_full(layer) && trace.attention == Attention::Dsa),
+        ];
+        for (point, _) in chooses.into_iter().filter(|(_, chooses)| *chooses) {
+            let place = Place::new(point, Some(layer));
+            match trace.ranks(point, Some(layer)).filter(|ranks| ranks.iter().all(|r| r.rows == trace.ids.len())) {
+                Some(ranks) => fed.ranks.iter_mut().zip(ranks).for_each(|(to, c)| drop(to.insert(place, c.clone()))),
+                None => missing.push(place),
+            }
+        }
+    }
+    let run = Run {
+        name: format!("dump of {}", trace.producer),
+        ids: trace.ids.clone(),
+        attention: trace.attention,
+        until: trace.ids.len(),
+        fed,
+        generated: Vec::new(),
+    };
+    let run = if missing.is_empty() { run } else { up_to_a_tie(subject, run, &missing, progress)? };
+    judge(subject, &run, true, progress, checks)?;
+    let reason = "a dump holds no continuation";
+    checks.push(Check::new("greedy text", Verdict::NotApplicable, reason));
+    Ok(format!("{} rows of a dump by {}, {} choices missing", run.ids.len(), trace.producer, missing.len()))
+}
+
+/// Without the target's choice, a row is comparable only while nothing before it was a near tie.
+fn up_to_a_tie(subject: &Subject, run: Run, missing: &[Place], progress: &dyn Progress) -> Result<Run, VerifyError> {
+    let choices = run.fed.choices(0);
+    let whole = measure(subject, &run, &choices, progress)?;
+    let first = missing.iter().filter_map(|place| whole.first_near_tie(*place)).min();
+    Ok(Run { until: first.unwrap_or(run.until), ..run })
+}
+
+fn measure(
+    subject: &Subject,
+    run: &Run,
+    choices: &Replacements,
+    progress: &dyn Progress,
+) -> Result<Whole, VerifyError> {
+    let mut variants = whole::recipe(subject.tp);
+    variants.extend([Eps::Hf, Eps::LlamaCpp, Eps::File].map(|eps| Variant { arith: Arith::Exact, eps: Some(eps) }));
+    // The eps that the checkpoint implies is the f64 run itself.
+    variants.retain(|v| v.eps != Some(whole::own_eps(&subject.checkpoint)));
+    let (checkpoint, ids, attention) = (&*subject.checkpoint, &run.ids, run.attention);
+    let plan = Plan { checkpoint, ids, attention, choices, variants: &variants, keep: &|_| false, rows: &[] };
+    whole::measure(&plan, progress)
+}
+
+/// The four questions about one run.
+fn judge(
+    subject: &Subject,
+    run: &Run,
+    baseline: bool,
+    progress: &dyn Progress,
+    checks: &mut Vec<Check>,
+) -> Result<(), VerifyError> {
+    let name = &run.name;
+    let choices: Arc<Replacements> = Arc::new(run.fed.choices(0));
+    let whole = match measure(subject, run, &choices, progress) {
+        Ok(whole) => whole,
+        Err(VerifyError::Choice(why)) => {
+            checks.push(Check::new(format!("choices, {name}"), Verdict::Divergent, why));
+            return Ok(());
+        }
+        Err(other) => return Err(other),
+    };
+    let Some(floored) = whole.logits() else {
+        checks.push(Check::new(format!("logits, {name}"), Verdict::Unmeasured, "the reference gave no logits"));
+        return Ok(());
+    };
+    let vocab = floored.exact.ncols();
+    let mut fed = run.fed.clone();
+    fed.logits.truncate(run.until * vocab);
+    let target: Vec<Vec<f64>> =
+        fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
+    checks.push(kl(&format!("KL, {name}"), &whole, &target));
+    checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]]));
+    checks.push(top_one(&format!("top-1, {name}"), &whole, &fed.logits, 0, None));
+    if !run.generated.is_empty() {
+        let first = run.ids.len() + 1 - run.generated.len();
+        checks.push(top_one(&format!("greedy text, {name}"), &whole, &fed.logits, first - 1, Some(&run.generated)));
+    }
+    if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
+        progress.at("logits: baseline", 0, 1);
+        let none = Replacements::new();
+        let (ids, attention) = (&run.ids, run.attention);
+        let plan =
+            Plan { checkpoint: other, ids, attention, choices: &none, variants: &[], keep: &|_| false, rows: &[] };
+        let other_run = whole::measure(&plan, progress)?;
+        checks.push(against(&format!("baseline {}", other.name()), &other_run, &whole, &target));
+    }
+    Ok(())
+}
+
+/// The largest divergence that any variant has at each row.
+fn limits(whole: &Whole) -> Vec<f64> {
+    let worst = |t: usize| whole.kl.iter().filter_map(|kl| kl.get(t)).copied().fold(0.0, f64::max);
+    (0..whole.rows()).map(worst).collect()
+}
+
+fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let n = values.len().max(1) as f64;
+    values.sum::<f64>() / n
+}
+
+fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
+    let Some(floored) = whole.logits() else { return Check::new(name, Verdict::Unmeasured, "no logits") };
+    let rows = target.len().min(whole.rows());
+    let to = |exact: &ndarray::Array2<f64>| -> Vec<f64> {
+        exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
+    };
+    let found = to(&floored.exact);
+    let limits = limits(whole);
+    let (sum, most) = (found.iter().sum::<f64>(), limits.iter().take(rows).sum::<f64>());
+    if rows == 0 || most.is_nan() || most <= 0.0 {
+        return Check::new(name, Verdict::Unmeasured, "there is no spread to measure against");
+    }
+    let rho = if sum.is_nan() { f64::INFINITY } else { (sum.max(0.0) / most).sqrt() };
+    let own = (sum.max(0.0) / rows as f64, "the file's own eps".to_string());
+    let others = whole.references.iter().map(|(eps, logits)| {
+        let label = match eps {
+            Some(Eps::Hf) => "transformers' eps",
+            Some(Eps::LlamaCpp) => "llama.cpp's eps",
+            _ => "the file's eps",
+        };
+        (mean(to(logits).into_iter()), label.to_string())
+    });
+    let mut all: Vec<(f64, String)> = std::iter::once(own).chain(others).collect();
+    all.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let listed: Vec<String> = all.iter().map(|(kl, label)| format!("{kl:.2e} with {label}")).collect();
+    let detail = format!(
+        "mean KL to the reference {} nats, nearest first; limit {:.2e}; {rows} rows",
+        listed.join(", "),
+        most / rows as f64
+    );
+    let verdict = if rho > limit(rows) {
+        Verdict::Divergent
+    } else if (rows as f64) < whole::LEAST_ROWS * whole.rows() as f64 {
+        Verdict::Unmeasured
+    } else {
+        Verdict::Match
+    };
+    Check { rho: Some((rho, limit(rows))), ..Check::new(name, verdict, detail) }
+}
+
+/// Compares most likely tokens from row `first` on, where the reference is sure of its own. `tokens` are the target's;
+/// without them they are taken from its logits.
+fn top_one(name: &str, whole: &Whole, logits: &[f32], first: usize, tokens: Option<&[u32]>) -> Check {
+    let Some(floored) = whole.logits() else { return Check::new(name, Verdict::Unmeasured, "no logits") };
+    let (mut sure, mut wrong, mut near) = (0, Vec::new(), Vec::new());
+    let own = logits.chunks_exact(floored.exact.ncols().max(1)).map(greedy);
+    let target: Vec<u32> = match tokens {
+        Some(tokens) => tokens.to_vec(),
+        None => own.skip(first).collect(),
+    };
+    for (i, token) in target.iter().enumerate() {
+        let t = first + i;
+        let Some(row) = floored.exact.rows().into_iter().nth(t) else { break };
+        let mut order: Vec<usize> = (0..row.len()).collect();
+        order.select_nth_unstable_by(1.min(row.len() - 1), |a, b| row[*b].total_cmp(&row[*a]));
+        let best = order[..2.min(order.len())].iter().copied().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0);
+        let second = order[..2.min(order.len())].iter().copied().find(|i| *i != best).unwrap_or(best);
+        if row[best] - row[second] <= 2.0 * floored.sigma[t] {
+            near.push(t);
+        } else if best == *token as usize {
+            sure += 1;
+        } else {
+            wrong.push(format!("token {t}: expected {best}, found {token}"));
+        }
+    }
+    let mut detail = format!("{sure} of {} agree", target.len());
+    if !near.is_empty() {
+        detail += &format!("; at tokens {near:?} the two best are closer than two errors");
+    }
+    if let Some(worst) = wrong.first() {
+        detail = format!("{worst} ({} in all); {detail}", wrong.len());
+    }
+    match (wrong.is_empty(), sure) {
+        (false, _) => Check::exact(name, false, detail),
+        (true, 0) => Check::new(name, Verdict::Unmeasured, detail),
+        (true, _) => Check::exact(name, true, detail),
+    }
+}
+
+/// For information: another checkpoint's distributions. Quantisation alone moves them, so this never fails.
+fn against(name: &str, other: &Whole, whole: &Whole, target: &[Vec<f64>]) -> Check {
+    let Some(floored) = other.logits().filter(|l| target.first().is_some_and(|row| row.len() == l.exact.ncols()))
+    else {
+        return Check::new(name, Verdict::NotApplicable, "its vocabulary has another size");
+    };
+    let found: Vec<f64> =
+        floored.exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect();
+    let best = |row: &[f64]| row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i);
+    let same = floored.exact.rows().into_iter().zip(target).filter(|(e, t)| best(&e.to_vec()) == best(t)).count();
+    let (mean, most) = (mean(found.iter().copied()), mean(limits(whole).into_iter()));
+    let verdict = if mean <= most { Verdict::Match } else { Verdict::Drift };
+    let detail = format!(
+        "mean KL {mean:.2e} nats, the same most likely token in {same} of {} rows; for information: quantisation alone \
+         moves both",
+        target.len()
+    );
+    Check::new(name, verdict, detail)
+}

@@ -1,0 +1,404 @@
+//! Whole runs of the reference, and the noise floor of what comes out at the end.
+//!
+//! A free-running comparison needs a floor that says how far errors travel through all layers. It is measured, not
+//! derived: the reference runs the same ids once in f64 and k >= 4 times in the target's recipe, each time with other
+//! legitimate orders of summation in *every* operation, so each run carries its own rounding from the first layer to the
+//! last. sigma of a row is the largest distance of any of these runs from the f64 one, as for a single operation.
+//!
+//! Choices would make such a floor meaningless: one near tie that falls the other way changes a row by as much as a
+//! fault does. So all runs go on with the choices that the judged run made, and the choices themselves are judged
+//! against the f64 scores of the very same run, with a band of 2 sigma of the scores' own floor.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use lockstep_reference::model::forward_choosing;
+use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError};
+use ndarray::{Array2, ArrayD};
+
+use super::drive::{Fed, Place};
+use super::floor::{self, Energy, limit};
+use super::{Check, Progress, Verdict, VerifyError};
+use crate::checkpoint::oracle::Raw;
+use crate::checkpoint::{Checkpoint, Naming};
+use crate::engine::Attention;
+use crate::probe::capture::{Captured, Values};
+use crate::probe::{Point, Replacements};
+
+/// A run whose distance from the f64 run counts as noise.
+#[derive(Clone, Copy, Debug)]
+pub struct Variant {
+    /// Its arithmetic.
+    pub arith: Arith,
+    /// The eps of the norms that engines disagree about; `None` is what the checkpoint's format implies.
+    pub eps: Option<Eps>,
+}
+
+/// Share of the rows that must be comparable.
+pub const LEAST_ROWS: f64 = 0.9;
+
+/// What to run.
+pub struct Plan<'a> {
+    /// The model.
+    pub checkpoint: &'a Checkpoint,
+    /// Token ids, from position 0.
+    pub ids: &'a [u32],
+    /// What queries attend to.
+    pub attention: Attention,
+    /// Choices to go on with.
+    pub choices: &'a Replacements,
+    /// The runs that make the floor.
+    pub variants: &'a [Variant],
+    /// Points to keep beside logits and the scores behind choices.
+    pub keep: &'a (dyn Fn(Point) -> bool + Sync),
+    /// Rows of those other points.
+    pub rows: &'a [usize],
+}
+
+impl Plan<'_> {
+    fn config(&self, eps: Eps) -> Result<RefConfig, VerifyError> {
+        Ok(RefConfig::from_raw(&Raw(self.checkpoint.source()), eps)?)
+    }
+}
+
+/// One point of the f64 run, `[rows][values]`, and the floor of each row.
+#[derive(Clone, Debug)]
+pub struct Floored {
+    /// The f64 values.
+    pub exact: Array2<f64>,
+    /// sigma per row.
+    pub sigma: Vec<f64>,
+}
+
+impl Floored {
+    /// Error and floor of each row: `target` against `baseline`, both `[rows][values]`.
+    pub fn energies(&self, target: &[f32], baseline: impl Fn(usize, usize) -> f64) -> Vec<Energy> {
+        let row = |(t, (row, sigma)): (usize, (&[f32], &f64))| {
+            let mut energy = Energy::default();
+            row.iter().enumerate().for_each(|(i, v)| energy.add(f64::from(*v), baseline(t, i), *sigma));
+            energy
+        };
+        target.chunks_exact(self.exact.ncols().max(1)).zip(&self.sigma).enumerate().map(row).collect()
+    }
+}
+
+/// The reference's whole runs.
+#[derive(Clone, Debug)]
+pub struct Whole {
+    points: BTreeMap<Place, Floored>,
+    /// Per variant and row, the divergence KL(f64 run, variant) of the logits, in nats.
+    pub kl: Vec<Vec<f64>>,
+    /// Logits of the variants in f64, with their eps: references that disagree.
+    pub references: Vec<(Option<Eps>, Array2<f64>)>,
+    top_k: usize,
+    experts_used: usize,
+}
+
+/// The variants that make the floor of the engine's recipe at a tensor-parallel degree.
+pub fn recipe(tp: usize) -> Vec<Variant> {
+    Arith::orders(tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
+}
+
+/// The scores that a choice is made from.
+fn scores_of(choice: Point) -> Point {
+    if choice == Point::ExpertIds { Point::ChoiceScores } else { Point::IndexScores }
+}
+
+/// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
+pub fn own_eps(checkpoint: &Checkpoint) -> Eps {
+    match checkpoint.source().naming() {
+        Naming::Gguf => Eps::File,
+        Naming::Hf => Eps::Hf,
+    }
+}
+
+/// Multiplications of one projection from which the reference shares it out among threads by itself.
+const THREADED: usize = 1 << 24;
+
+/// Runs the reference in f64 and once per variant. Small models run several variants at the same time.
+///
+/// # Errors
+/// A model that the reference cannot read, and choices that do not fit it.
+pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<Whole, VerifyError> {
+    let config = plan.config(own_eps(plan.checkpoint))?;
+    let mut points = BTreeMap::new();
+    let runs = plan.variants.len() + 1;
+    progress.at("reference runs", 0, runs);
+    run(plan, &config, Arith::Exact, &mut |place, exact| {
+        let sigma = exact.rows().into_iter().map(|row| floor::sigma(&row.to_vec(), &[])).collect();
+        points.insert(place, Floored { exact, sigma });
+    })?;
+    let mut whole = Whole {
+        points,
+        kl: Vec::new(),
+        references: Vec::new(),
+        top_k: config.top_k,
+        experts_used: config.experts_used,
+    };
+    let small = plan.ids.len() * config.hidden * config.hidden < THREADED;
+    let workers = if small { std::thread::available_parallelism().map_or(1, |c| c.get()) } else { 1 };
+    for (i, variants) in plan.variants.chunks(workers).enumerate() {
+        progress.at("reference runs", 1 + i * workers, runs);
+        let points = &whole.points;
+        let distances: Vec<Result<Distance, VerifyError>> = std::thread::scope(|scope| {
+            let started: Vec<_> = variants.iter().map(|v| scope.spawn(move || distance(plan, *v, points))).collect();
+            let gone = |_| Err(VerifyError::Reference("a run of the reference ended in a panic".into()));
+            started.into_iter().map(|run| run.join().unwrap_or_else(gone)).collect()
+        });
+        for (variant, distance) in variants.iter().zip(distances) {
+            let distance = distance?;
+            for (place, sigma) in distance.sigma {
+                if let Some(floored) = whole.points.get_mut(&place) {
+                    floored.sigma.iter_mut().zip(sigma).for_each(|(s, other)| *s = s.max(other));
+                }
+            }
+            whole.kl.push(distance.kl);
+            whole.references.extend(distance.logits.map(|logits| (variant.eps, logits)));
+        }
+    }
+    progress.at("reference runs", runs, runs);
+    Ok(whole)
+}
+
+/// How far one variant is from the f64 run.
+#[derive(Default)]
+struct Distance {
+    sigma: BTreeMap<Place, Vec<f64>>,
+    kl: Vec<f64>,
+    /// Of f64 runs.
+    logits: Option<Array2<f64>>,
+}
+
+fn distance(plan: &Plan<'_>, variant: Variant, points: &BTreeMap<Place, Floored>) -> Result<Distance, VerifyError> {
+    let config = plan.config(variant.eps.unwrap_or_else(|| own_eps(plan.checkpoint)))?;
+    let mut found = Distance::default();
+    run(plan, &config, variant.arith, &mut |place, values| {
+        let Some(floored) = points.get(&place) else { return };
+        let rows = || floored.exact.rows().into_iter().zip(values.rows()).map(|(e, v)| (e.to_vec(), v.to_vec()));
+        found.sigma.insert(place, rows().map(|(exact, value)| floor::sigma(&exact, &[&value])).collect());
+        if place.point == Point::Logits {
+            found.kl = rows().map(|(exact, value)| divergence(&exact, &value)).collect();
+            found.logits = (variant.arith == Arith::Exact).then_some(values);
+        }
+    })?;
+    Ok(found)
+}
+
+/// One run; `found` receives the points that are kept, rows already taken.
+fn run(
+    plan: &Plan<'_>,
+    config: &RefConfig,
+    arith: Arith,
+    found: &mut dyn FnMut(Place, Array2<f64>),
+) -> Result<(), VerifyError> {
+    let raw = Raw(plan.checkpoint.source());
+    let weights = ModelWeights::new(&raw, config);
+    let options = Options { dense: plan.attention == Attention::Dense, mtp: false };
+    let choices = |name: &str| -> Option<ArrayD<f32>> {
+        let (layer, point) = Point::parse(name)?;
+        let forced = plan.choices.get(&(point, layer))?;
+        ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()
+    };
+    let mut sink = |name: &str, values: ArrayD<f64>| {
+        let Some((layer, point)) = Point::parse(name) else { return };
+        let whole = matches!(point, Point::Logits | Point::ChoiceScores | Point::IndexScores);
+        if !whole && !(plan.keep)(point) {
+            return;
+        }
+        let rows = plan.ids.len();
+        let width = values.len() / rows.max(1);
+        if let Ok(values) = values.into_shape_with_order((rows, width)) {
+            let values = if whole { values } else { values.select(ndarray::Axis(0), plan.rows) };
+            found(Place::new(point, layer), values);
+        }
+    };
+    match forward_choosing(config, &weights, plan.ids, arith, options, &choices, &mut sink) {
+        Err(e @ RefError::Choice { .. }) => Err(VerifyError::Choice(e.to_string())),
+        other => Ok(other?),
+    }
+}
+
+/// KL(softmax p, softmax q) in nats.
+pub fn divergence(p: &[f64], q: &[f64]) -> f64 {
+    let log_sum = |x: &[f64]| {
+        let most = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        most + x.iter().map(|v| (v - most).exp()).sum::<f64>().ln()
+    };
+    let (p_sum, q_sum) = (log_sum(p), log_sum(q));
+    // Both sides sum to one, so q - p adds nothing, but makes every term non-negative: a sum of tiny differences would
+    // otherwise drown in the rounding of terms that cancel.
+    let term = |(p, q): (&f64, &f64)| {
+        let (log_p, log_q) = (p - p_sum, q - q_sum);
+        let d = log_q - log_p;
+        log_p.exp() * (d.exp_m1() - d)
+    };
+    p.iter().zip(q).map(term).sum()
+}
+
+/// What judging a run's choices found.
+#[derive(Clone, Debug, Default)]
+pub struct Choices {
+    /// Choices that were compared, rows times places.
+    pub made: usize,
+    /// Rows that chose otherwise than the reference somewhere, each time inside the band.
+    pub near_ties: BTreeSet<usize>,
+    /// The first choice outside its band, and how far.
+    pub outside: Option<String>,
+}
+
+impl Whole {
+    /// A kept point of the f64 run.
+    pub fn point(&self, place: Place) -> Option<&Floored> {
+        self.points.get(&place)
+    }
+
+    /// The logits; empty if the run has none.
+    pub fn logits(&self) -> Option<&Floored> {
+        self.points.get(&Place::new(Point::Logits, None))
+    }
+
+    /// Judges choices against the f64 scores: everything chosen must reach the last chosen score less the band, nothing
+    /// left out may exceed it by more. The band is 2 sigma of the row's scores, since two items trade places by two
+    /// errors.
+    pub fn judge(&self, made: &Replacements) -> Choices {
+        let mut found = Choices::default();
+        let mut places: Vec<Place> = made.keys().map(|(point, layer)| Place::new(*point, *layer)).collect();
+        places.sort();
+        for place in places {
+            let Some(scores) = self.points.get(&Place::new(scores_of(place.point), place.layer)) else { continue };
+            let Some(Captured { values: Values::I32(chosen), shape, .. }) = made.get(&(place.point, place.layer))
+            else {
+                continue;
+            };
+            let width = shape.iter().product::<usize>().max(1);
+            for (t, chosen) in chosen.chunks_exact(width).enumerate().take(scores.exact.nrows()) {
+                found.made += 1;
+                let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
+                let row: Vec<f64> = scores.exact.row(t).iter().copied().take(visible).collect();
+                let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
+                match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
+                    Chosen::Same => {}
+                    Chosen::NearTie => drop(found.near_ties.insert(t)),
+                    Chosen::Outside(why) => {
+                        found.outside.get_or_insert_with(|| format!("{place}, token {t}: {why}"));
+                    }
+                }
+            }
+        }
+        found
+    }
+}
+
+impl Whole {
+    /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins.
+    pub fn compare(&self, name: &str, target: &Fed, baseline: &dyn Fn(usize, usize) -> f64) -> Check {
+        let Some(floored) = self.logits() else {
+            return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
+        };
+        let rows = floored.energies(&target.logits, baseline);
+        let (mut replayed, mut outside) = (BTreeSet::new(), None);
+        for rank in 0..target.ranks.len() {
+            let choices = self.judge(&target.choices(rank));
+            replayed.extend(choices.near_ties);
+            outside = outside.or(choices.outside);
+        }
+        let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
+        let mut all = Energy::default();
+        rows.iter().for_each(|e| all.join(*e));
+        let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
+        let Some((token, worst)) = worst else { return Check::new(name, Verdict::Unmeasured, "no rows") };
+        let shown = if all.share() > worst.share() { all } else { *worst };
+        let figures = format!(
+            "rho {:.3} over all rows, {:.3} at token {token}; {} rows free, {} replayed",
+            all.rho(),
+            worst.rho(),
+            compared.saturating_sub(replayed.len()),
+            replayed.len()
+        );
+        let (verdict, detail) = if let Some(outside) = outside {
+            (Verdict::Divergent, format!("{outside}; {figures}"))
+        } else if all.share() > 1.0 || worst.share() > 1.0 {
+            (Verdict::Divergent, figures)
+        } else if (compared as f64) < LEAST_ROWS * self.rows() as f64 {
+            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", self.rows()))
+        } else {
+            (Verdict::Match, figures)
+        };
+        Check { rho: Some((shown.rho(), limit(shown.m))), ..Check::new(name, verdict, detail) }
+    }
+
+    /// Rows of the run.
+    pub fn rows(&self) -> usize {
+        self.logits().map_or(0, |l| l.exact.nrows())
+    }
+
+    /// The first row where the f64 run's own choice at a place is so near a tie that another run may choose otherwise.
+    pub fn first_near_tie(&self, place: Place) -> Option<usize> {
+        let scores = self.points.get(&Place::new(scores_of(place.point), place.layer))?;
+        (0..scores.exact.nrows()).find(|t| {
+            let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
+            let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
+            let mut row: Vec<f64> = scores.exact.row(*t).iter().copied().take(visible).collect();
+            row.sort_by(|a, b| b.total_cmp(a));
+            row.len() > k && row[k - 1] - row[k] <= 2.0 * scores.sigma[*t]
+        })
+    }
+}
+
+enum Chosen {
+    Same,
+    NearTie,
+    Outside(String),
+}
+
+fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
+    let k = k.min(scores.len());
+    let set: BTreeSet<usize> = chosen.iter().filter_map(|i| usize::try_from(*i).ok()).collect();
+    let listed = chosen.iter().filter(|i| **i >= 0).count();
+    if set.len() != k || listed != k || set.last().is_some_and(|i| *i >= scores.len()) {
+        return Chosen::Outside(format!("expected {k} different indices below {}, found {chosen:?}", scores.len()));
+    }
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
+    if order[..k].iter().all(|i| set.contains(i)) {
+        return Chosen::Same;
+    }
+    let last = scores[order[k - 1]];
+    let worst_in = set.iter().map(|i| last - scores[*i]).fold(0.0, f64::max);
+    let worst_out = (0..scores.len()).filter(|i| !set.contains(i)).map(|i| scores[i] - last).fold(0.0, f64::max);
+    let gap = worst_in.max(worst_out);
+    if gap <= band {
+        Chosen::NearTie
+    } else {
+        Chosen::Outside(format!("chosen against a margin of {gap:.3e}, where noise explains {band:.3e}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divergence_is_zero_on_itself_exact_on_known_values_and_keeps_tiny_ones() {
+        let p = [0.0, 3f64.ln()]; // 1/4, 3/4
+        let q = [0.0, 0.0];
+        let expected = 0.25 * (0.25f64 / 0.5).ln() + 0.75 * (0.75f64 / 0.5).ln();
+        assert!((divergence(&p, &q) - expected).abs() < 1e-15);
+        assert_eq!(divergence(&p, &p), 0.0);
+        // Second order: variance of the difference under p, halved: 1/4 * 3/4 * 1e-16 / 2.
+        let tiny = divergence(&p, &[0.0, 3f64.ln() + 1e-8]);
+        assert!((tiny / (0.25 * 0.75 * 0.5e-16) - 1.0).abs() < 1e-5, "{tiny:e}");
+    }
+
+    #[test]
+    fn choices_are_sets_with_margins() {
+        let scores = [0.5, 0.9, 0.5 + 1e-9, 0.1];
+        assert!(matches!(choice(&scores, 2, &[2, 1], 0.0), Chosen::Same));
+        assert!(matches!(choice(&scores, 2, &[0, 1], 1e-8), Chosen::NearTie));
+        assert!(matches!(choice(&scores, 2, &[0, 1], 1e-10), Chosen::Outside(_)));
+        assert!(matches!(choice(&scores, 2, &[3, 1], 0.1), Chosen::Outside(_)));
+        assert!(matches!(choice(&scores, 2, &[1, 1], 9.0), Chosen::Outside(_)), "one twice");
+        assert!(matches!(choice(&scores, 2, &[1, 4], 9.0), Chosen::Outside(_)), "no such index");
+        assert!(matches!(choice(&scores[..1], 2, &[0, -1], 0.0), Chosen::Same), "fewer than k");
+        assert!(matches!(choice(&[f64::NEG_INFINITY, 1.0], 1, &[0], 9.0), Chosen::Outside(_)), "masked");
+    }
+}

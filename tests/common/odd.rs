@@ -1,0 +1,363 @@
+//! Engines that break one promise each: a device and a collective around the plain ones.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lockstep::checkpoint::Checkpoint;
+use lockstep::comm::{Collective, CommError, Solo, Threads};
+use lockstep::device::cpu::CpuDevice;
+use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use lockstep::engine::batch::Batch;
+use lockstep::engine::{Engine, EngineError, Options};
+use lockstep::model::Config;
+use lockstep::shard::TpPlan;
+use lockstep::verify::Engines;
+
+/// What is broken. Layers and ranks count from 0; a fault of rank 1 does not exist at tp 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Fault {
+    None,
+    /// q_a of layer 2 is larger by this share in steps of more than 8 tokens.
+    DependsOnRows(f32),
+    /// attn.out of layer 1 on rank 0: the last bit of the first value is set in every second call.
+    Flips,
+    /// Queries of layer 0 turn by one position more in every sequence but the first.
+    DependsOnSlot,
+    /// The norm behind the residual of layer 1 has another eps where it is fused.
+    FusedEps,
+    /// All keys are attended to, whatever was chosen.
+    AttendsToAll,
+    /// Layer 2, rank 1: the shared expert's partial sum is missing.
+    SharedLost,
+    /// Layer 2, rank 1, token 5: the last expert is the worst one.
+    ChoosesWorst,
+    /// Layer 3, ffn.out: what rank 1 contributes, times this.
+    Contributes(f32),
+}
+
+/// Engines with a fault.
+pub struct OddEngines {
+    pub fault: Fault,
+    /// What the device promises.
+    pub one_order: bool,
+}
+
+pub fn odd(fault: Fault) -> OddEngines {
+    OddEngines { fault, one_order: true }
+}
+
+impl Engines for OddEngines {
+    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
+        let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
+        let device = |rank| Odd { inner: CpuDevice::new(rank), rank, fault: self.fault, calls: Cell::new(0) };
+        let comm: Arc<dyn Collective<Odd>> = match tp {
+            1 => Arc::new(Solo),
+            _ => Arc::new(OddComm { inner: Threads::new(tp, Duration::from_secs(60)), fault: self.fault }),
+        };
+        Engine::start(&|_| checkpoint.clone(), plan, (0..tp).map(device).collect(), comm, options)
+    }
+
+    fn sums_in_one_order(&self) -> bool {
+        self.one_order
+    }
+}
+
+struct OddComm {
+    inner: Threads,
+    fault: Fault,
+}
+
+impl Collective<Odd> for OddComm {
+    fn tp(&self) -> usize {
+        Collective::<Odd>::tp(&self.inner)
+    }
+    fn all_reduce(
+        &self,
+        rank: usize,
+        site: Site,
+        device: &Odd,
+        buf: &mut Buf,
+        n: usize,
+        width: usize,
+    ) -> Result<(), CommError> {
+        if let Fault::Contributes(factor) = self.fault
+            && rank == 1
+            && is(site, 3, "ffn.out")
+        {
+            device.times(buf, n, 0..width, factor).expect("a buffer that can be read");
+        }
+        self.inner.all_reduce(rank, site, device, buf, n, width)
+    }
+    fn abort(&self, reason: &str) {
+        Collective::<Odd>::abort(&self.inner, reason);
+    }
+}
+
+/// The CPU device with a fault.
+pub struct Odd {
+    inner: CpuDevice,
+    rank: usize,
+    fault: Fault,
+    calls: Cell<usize>,
+}
+
+type Buf = <CpuDevice as Device>::Buf;
+type Index = <CpuDevice as Device>::Index;
+type Weight = <CpuDevice as Device>::Weight;
+type Cache = <CpuDevice as Device>::Cache;
+type Done = Result<(), DeviceError>;
+
+fn is(site: Site, layer: usize, op: &str) -> bool {
+    site.layer == Some(layer) && site.op == op
+}
+
+impl Odd {
+    fn times(&self, buf: &mut Buf, n: usize, cols: Range<usize>, factor: f32) -> Done {
+        let values: Vec<f32> = self.inner.read(buf, n, cols.clone())?.iter().map(|v| v * factor).collect();
+        self.inner.write(buf, n, cols, &values)
+    }
+}
+
+impl Device for Odd {
+    type Buf = Buf;
+    type Index = Index;
+    type Weight = Weight;
+    type Inputs = Batch;
+    type Cache = Cache;
+
+    fn buf(&self, rows: usize, width: usize) -> Result<Buf, DeviceError> {
+        self.inner.buf(rows, width)
+    }
+    fn vector(&self, values: &[f32]) -> Result<Buf, DeviceError> {
+        self.inner.vector(values)
+    }
+    fn index(&self, rows: usize, width: usize) -> Result<Index, DeviceError> {
+        self.inner.index(rows, width)
+    }
+    fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<Weight, DeviceError> {
+        self.inner.weight(parts)
+    }
+    fn read_weight(&self, weight: &Weight, part: usize) -> Result<Vec<u8>, DeviceError> {
+        self.inner.read_weight(weight, part)
+    }
+    fn read_cols(&self, weight: &Weight, part: usize) -> Result<lockstep::device::Columns, DeviceError> {
+        self.inner.read_cols(weight, part)
+    }
+    fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Batch, DeviceError> {
+        self.inner.inputs(tokens, sequences, pages)
+    }
+    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch) -> Done {
+        self.inner.set_inputs(inputs, batch)
+    }
+    fn cache(&self, shape: CacheShape) -> Result<Cache, DeviceError> {
+        self.inner.cache(shape)
+    }
+    fn read(&self, buf: &Buf, n: usize, cols: Range<usize>) -> Result<Vec<f32>, DeviceError> {
+        self.inner.read(buf, n, cols)
+    }
+    fn write(&self, buf: &mut Buf, n: usize, cols: Range<usize>, values: &[f32]) -> Done {
+        self.inner.write(buf, n, cols, values)
+    }
+    fn read_index(&self, index: &Index, n: usize) -> Result<Vec<i32>, DeviceError> {
+        self.inner.read_index(index, n)
+    }
+    fn write_index(&self, index: &mut Index, n: usize, values: &[i32]) -> Done {
+        self.inner.write_index(index, n, values)
+    }
+    fn embed(&self, site: Site, table: &Weight, first_row: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
+        self.inner.embed(site, table, first_row, inputs, n, out)
+    }
+    fn matmul(
+        &self,
+        site: Site,
+        w: &Weight,
+        x: &Buf,
+        x_cols: Range<usize>,
+        n: usize,
+        out: &mut Buf,
+        out_start: usize,
+    ) -> Done {
+        self.inner.matmul(site, w, x, x_cols, n, out, out_start)?;
+        match self.fault {
+            Fault::DependsOnRows(share) if is(site, 2, "attn.q_a") && n > 8 => {
+                self.times(out, n, out_start..out_start + 64, 1.0 + share)
+            }
+            Fault::Flips if is(site, 1, "attn.out") && self.rank == 0 => {
+                self.calls.set(self.calls.get() + 1);
+                let first = self.inner.read(out, 1, out_start..out_start + 1)?[0];
+                let last_bit = (self.calls.get() % 2) as u32;
+                self.inner.write(out, 1, out_start..out_start + 1, &[f32::from_bits(first.to_bits() & !1 | last_bit)])
+            }
+            Fault::SharedLost if is(site, 2, "ffn.shared") && self.rank == 1 => {
+                self.times(out, n, out_start..out_start + 256, 0.0)
+            }
+            _ => Ok(()),
+        }
+    }
+    fn matmul_heads(
+        &self,
+        site: Site,
+        w: &Weight,
+        x: &Buf,
+        x_heads: Heads,
+        n: usize,
+        out: &mut Buf,
+        out_heads: Heads,
+    ) -> Done {
+        self.inner.matmul_heads(site, w, x, x_heads, n, out, out_heads)
+    }
+    fn rms_norm(
+        &self,
+        site: Site,
+        x: &Buf,
+        x_cols: Range<usize>,
+        w: &Buf,
+        eps: f32,
+        n: usize,
+        out: &mut Buf,
+        out_start: usize,
+    ) -> Done {
+        self.inner.rms_norm(site, x, x_cols, w, eps, n, out, out_start)
+    }
+    fn layer_norm(&self, site: Site, x: &mut Buf, cols: Range<usize>, w: &Buf, b: &Buf, eps: f32, n: usize) -> Done {
+        self.inner.layer_norm(site, x, cols, w, b, eps, n)
+    }
+    fn rope(&self, site: Site, x: &mut Buf, heads: Heads, base: f64, inputs: &Batch, n: usize) -> Done {
+        let mut inputs = inputs.clone();
+        if self.fault == Fault::DependsOnSlot && is(site, 0, "attn.q") {
+            inputs.tokens.iter_mut().filter(|t| t.sequence > 0).for_each(|t| t.position += 1);
+        }
+        self.inner.rope(site, x, heads, base, &inputs, n)
+    }
+    fn scale(&self, site: Site, x: &mut Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
+        self.inner.scale(site, x, cols, factor, n)
+    }
+    fn copy(&self, site: Site, x: &Buf, cols: Range<usize>, n: usize, out: &mut Buf, out_start: usize) -> Done {
+        self.inner.copy(site, x, cols, n, out, out_start)
+    }
+    fn take_rows(&self, site: Site, x: &Buf, width: usize, inputs: &Batch, out: &mut Buf) -> Done {
+        self.inner.take_rows(site, x, width, inputs, out)
+    }
+    fn add(&self, site: Site, x: &mut Buf, y: &Buf, width: usize, n: usize) -> Done {
+        self.inner.add(site, x, y, width, n)
+    }
+    fn add_norm(
+        &self,
+        site: Site,
+        residual: &mut Buf,
+        delta: &Buf,
+        w: &Buf,
+        eps: f32,
+        width: usize,
+        n: usize,
+        out: &mut Buf,
+    ) -> Done {
+        let eps = if self.fault == Fault::FusedEps && is(site, 1, "ffn.norm") { eps * 10.0 } else { eps };
+        self.inner.add_norm(site, residual, delta, w, eps, width, n, out)
+    }
+    fn append(
+        &self,
+        site: Site,
+        cache: &mut Cache,
+        layer: usize,
+        x: &Buf,
+        cols: Range<usize>,
+        inputs: &Batch,
+        n: usize,
+    ) -> Done {
+        self.inner.append(site, cache, layer, x, cols, inputs, n)
+    }
+    fn index_top_k(
+        &self,
+        site: Site,
+        cache: &Cache,
+        layer: usize,
+        q: &Buf,
+        q_heads: Heads,
+        weights: &Buf,
+        weight_cols: Range<usize>,
+        inputs: &Batch,
+        n: usize,
+        top_k: usize,
+        chosen: &mut Index,
+        scores: Option<&mut Buf>,
+    ) -> Done {
+        let d = &self.inner;
+        d.index_top_k(site, cache, layer, q, q_heads, weights, weight_cols, inputs, n, top_k, chosen, scores)
+    }
+    fn attend(
+        &self,
+        site: Site,
+        cache: &Cache,
+        layer: usize,
+        q_latent: &Buf,
+        latent_heads: Heads,
+        q_rope: &Buf,
+        rope_heads: Heads,
+        scale: f32,
+        chosen: Option<&Index>,
+        inputs: &Batch,
+        n: usize,
+        out: &mut Buf,
+    ) -> Done {
+        let chosen = chosen.filter(|_| self.fault != Fault::AttendsToAll);
+        let d = &self.inner;
+        d.attend(site, cache, layer, q_latent, latent_heads, q_rope, rope_heads, scale, chosen, inputs, n, out)
+    }
+    fn route(
+        &self,
+        site: Site,
+        config: &Config,
+        logits: &Buf,
+        bias: &Buf,
+        n: usize,
+        choice_scores: &mut Buf,
+        ids: &mut Index,
+    ) -> Done {
+        self.inner.route(site, config, logits, bias, n, choice_scores, ids)?;
+        if self.fault == Fault::ChoosesWorst && is(site, 2, "ffn.expert_ids") && self.rank == 1 && n > 5 {
+            let scores = self.inner.read(choice_scores, n, 0..config.experts)?;
+            let scores = &scores[5 * config.experts..6 * config.experts];
+            let worst = (0..config.experts).min_by(|a, b| scores[*a].total_cmp(&scores[*b])).expect("experts");
+            let mut chosen = self.inner.read_index(ids, n)?;
+            chosen[6 * config.experts_used - 1] = worst as i32;
+            self.inner.write_index(ids, n, &chosen)?;
+        }
+        Ok(())
+    }
+    fn expert_weights(&self, site: Site, c: &Config, logits: &Buf, ids: &Index, n: usize, weights: &mut Buf) -> Done {
+        self.inner.expert_weights(site, c, logits, ids, n, weights)
+    }
+    fn swiglu(&self, site: Site, x: &Buf, width: usize, n: usize, out: &mut Buf, out_start: usize) -> Done {
+        self.inner.swiglu(site, x, width, n, out, out_start)
+    }
+    fn experts_hidden(
+        &self,
+        site: Site,
+        gate_up: &Weight,
+        x: &Buf,
+        ids: &Index,
+        slots: usize,
+        width: usize,
+        n: usize,
+        hidden: &mut Buf,
+    ) -> Done {
+        self.inner.experts_hidden(site, gate_up, x, ids, slots, width, n, hidden)
+    }
+    fn experts_down(
+        &self,
+        site: Site,
+        down: &Weight,
+        hidden: &Buf,
+        ids: &Index,
+        weights: &Buf,
+        slots: usize,
+        width: usize,
+        n: usize,
+        out: &mut Buf,
+    ) -> Done {
+        self.inner.experts_down(site, down, hidden, ids, weights, slots, width, n, out)
+    }
+}

@@ -1,0 +1,78 @@
+//! What comes out at the end, against the reference: clean engines and dumps match, faults do not, and what is missing
+//! is never a pass.
+
+mod common;
+#[path = "common/odd.rs"]
+mod odd;
+#[path = "common/subject.rs"]
+mod subjects;
+
+use std::sync::Arc;
+
+use lockstep::checkpoint::Checkpoint;
+use lockstep::probe::Point;
+use lockstep::verify::subject::run_prompt;
+use lockstep::verify::{StageReport, Subject, Verdict, logits};
+use odd::{Fault, odd};
+use subjects::{NANO, NANO52, PICO, Silent, check, show, subject, with};
+
+fn run(subject: &Subject) -> StageReport {
+    logits::run(subject, &Silent).expect("runs")
+}
+
+#[test]
+fn clean_engines_say_what_the_reference_says() {
+    for (model, tp, tokens) in [(NANO, 8, 72), (PICO, 2, 40), (NANO52, 1, 40)] {
+        let report = run(&subject(model, tp, tokens));
+        assert_eq!(report.verdict(), Verdict::Match, "{model} at tp {tp}: {}", show(&report));
+        for part in ["KL", "logits", "top-1", "greedy text"] {
+            let own = check(&report, &format!("{part}, a fixed sequence"));
+            assert_eq!(own.0, Verdict::Match, "{}", show(&report));
+        }
+        assert_eq!(check(&report, "MTP").0, Verdict::NotApplicable);
+        let (rho, limit) = report.worst().and_then(|c| c.rho).expect("judged by the floor");
+        assert!(rho < limit / 2.0, "a clean engine is far from its limit: {rho} of {limit}");
+    }
+    assert!(run(&subject(PICO, 1, 20)).checks.iter().any(|c| c.name == "greedy text, prose"), "built-in prompts");
+}
+
+#[test]
+fn a_lost_partial_sum_shows_in_every_measure_of_distance() {
+    let report = run(&with(PICO, 2, 40, odd(Fault::SharedLost)));
+    for part in ["KL", "logits"] {
+        assert_eq!(check(&report, &format!("{part}, a fixed sequence")).0, Verdict::Divergent, "{}", show(&report));
+    }
+    let all_keys = run(&with(PICO, 1, 40, odd(Fault::AttendsToAll)));
+    assert_eq!(check(&all_keys, "KL, a fixed sequence").0, Verdict::Divergent, "{}", show(&all_keys));
+}
+
+#[test]
+fn a_dump_is_judged_by_what_it_holds() {
+    let mut of = subject(PICO, 2, 40);
+    let mut dump = |keep: fn(Point) -> bool| {
+        let mut engine = of.engine().expect("an engine");
+        let ids = of.ids.clone();
+        of.target = Some(run_prompt(&mut engine, &ids, Arc::new(move |p, _| keep(p))).expect("runs").0);
+        run(&of)
+    };
+    let whole = dump(|p| p == Point::Logits || p.is_choice());
+    assert_eq!(whole.verdict(), Verdict::Match, "{}", show(&whole));
+    assert_eq!(check(&whole, "greedy text").0, Verdict::NotApplicable);
+    let silent = dump(|p| p != Point::Logits);
+    assert_eq!(silent.verdict(), Verdict::Unmeasured, "{}", show(&silent));
+    // Without the choices the reference's own serve, as far as no near tie makes them doubtful.
+    let without = dump(|p| p == Point::Logits);
+    assert!(matches!(without.verdict(), Verdict::Match | Verdict::Unmeasured), "{}", show(&without));
+    assert!(without.summary.contains("choices missing"));
+}
+
+#[test]
+fn another_checkpoint_is_information() {
+    let baseline = |model: &str| Some(Arc::new(Checkpoint::open(Some(&common::golden(model))).expect("a model")));
+    let same = run(&Subject { baseline: baseline(PICO), ..subject(PICO, 1, 24) });
+    assert_eq!(check(&same, "baseline").0, Verdict::Match, "{}", show(&same));
+    let other = run(&Subject { baseline: baseline(NANO52), ..subject(PICO, 1, 24) });
+    assert_eq!(check(&other, "baseline").0, Verdict::Drift, "{}", show(&other));
+    let foreign = run(&Subject { baseline: baseline(NANO), ..subject(PICO, 1, 24) });
+    assert_eq!(check(&foreign, "baseline").0, Verdict::NotApplicable, "{}", show(&foreign));
+}

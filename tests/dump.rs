@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[allow(dead_code)]
 mod common;
 
 use std::path::{Path, PathBuf};

@@ -14,6 +14,9 @@ use crate::probe::trace::Trace;
 /// More ranks than any host has.
 const MOST_RANKS: usize = 1024;
 
+/// An entry whose name is a point, with that point and its layer.
+type Known<'a> = (&'a Entry, Point, Option<usize>);
+
 /// Reads the dump in the folder `dir`. Points whose names are not known here are left out with a note.
 ///
 /// # Errors
@@ -26,7 +29,7 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         serde_json::from_slice(&text).map_err(|e| DumpError::Json { path: path.clone(), problem: e.to_string() })?;
     let attention = check(&path, &index)?;
     let mut notes = Vec::new();
-    let mut by_file: BTreeMap<&str, Vec<(&Entry, Point, Option<usize>)>> = BTreeMap::new();
+    let mut by_file: BTreeMap<&str, Vec<Known<'_>>> = BTreeMap::new();
     let mut seen: HashMap<(Point, Option<usize>), BTreeSet<usize>> = HashMap::new();
     let mut unknown = BTreeSet::new();
     for entry in &index.points {

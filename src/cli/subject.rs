@@ -11,6 +11,7 @@ use super::{CliError, attention};
 use crate::checkpoint::Checkpoint;
 use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
 use crate::diagnose::faults::{CATALOGUE, Injection, inject};
+use crate::probe::dump;
 use crate::tokenize::Tokenizer;
 use crate::verify::{Engines, PlainEngines, Progress, Subject};
 
@@ -66,20 +67,33 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     crate::shard::TpPlan::new(checkpoint.config(), tp)?; // refuse before anything is loaded
     let c = checkpoint.config();
     let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;
-    let (ids, prompt) = prompt(&checkpoint, args)?;
+    let target = args.target.as_deref().map(dump::read).transpose()?;
+    for note in target.iter().flat_map(|t| &t.notes) {
+        writeln!(std::io::stderr(), "lockstep: note: {note}")?;
+    }
+    let target = target.map(|t| t.trace);
+    let vocab = checkpoint.config().vocab;
+    if let Some(id) = target.iter().flat_map(|t| &t.ids).find(|id| **id as usize >= vocab) {
+        let problem = format!("--target: expected token ids below {vocab}, found {id}: a dump of another model");
+        return Err(CliError::Usage(problem));
+    }
+    let (ids, prompt) = match &target {
+        Some(t) => (t.ids.clone(), format!("{} tokens of a dump by {}", t.ids.len(), t.producer)),
+        None => prompt(&checkpoint, args)?,
+    };
     let rows = sample_rows(ids.len(), args.rows, args.seed);
     let baseline = args.baseline.as_deref().map(|p| Checkpoint::open(Some(p)).map(Arc::new)).transpose()?;
     Ok(Subject {
         checkpoint,
         baseline,
         engines,
-        tp,
-        attention: attention(args.attention),
+        tp: target.as_ref().map_or(tp, |t| t.tp),
+        attention: target.as_ref().map_or(attention(args.attention), |t| t.attention),
         ids,
         prompt,
         rows,
         layers,
-        target: None,
+        target,
         seed: args.seed,
     })
 }

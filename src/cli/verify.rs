@@ -58,6 +58,9 @@ fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Res
         StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
         StageArg::File => file::run(subject, progress),
         StageArg::Tokenizer => tokenizer::run(subject, progress),
+        StageArg::Weights if subject.target.is_some() => {
+            Ok(StageReport::not_applicable("weights", "a dump is judged, and it holds no weights"))
+        }
         StageArg::Weights => weights::run(subject, progress),
         StageArg::Activations => activations::run(subject, progress),
         StageArg::Invariants => invariants::run(subject, progress),

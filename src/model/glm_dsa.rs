@@ -145,7 +145,7 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     };
     let from = if meta.get(gating_key).is_some() { gating_key } else { "key absent: default of glm-dsa" };
     r.note("gating", gating.name(), from);
-    let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", true)?;
+    let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", false)?;
     let context = r.uint("context", "context_length", 1)?;
     let indexer = indexer_types(&mut r, layers, context as u64)?;
     let rms_eps = r.float("RMSNorm eps", "attention.layer_norm_rms_epsilon")? as f32;

@@ -3,6 +3,7 @@
 
 mod common;
 #[path = "common/odd.rs"]
+#[allow(dead_code)] // each test binary uses its own part
 mod odd;
 #[path = "common/subject.rs"]
 mod subjects;

@@ -247,7 +247,7 @@ fn judge(
     let target: Vec<Vec<f64>> =
         fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
     checks.push(kl(&format!("KL, {name}"), &whole, &target));
-    checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]]));
+    checks.push(whole.compare(&format!("logits, {name}"), &fed, run.ids.len(), &|t, i| floored.exact[[t, i]], None));
     checks.push(top_one(&format!("top-1, {name}"), &whole, &fed.logits, 0, None));
     if !run.generated.is_empty() {
         let first = run.ids.len() + 1 - run.generated.len();

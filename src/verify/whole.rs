@@ -258,8 +258,8 @@ impl Whole {
 
     /// Judges choices against the f64 scores: everything chosen must reach the last chosen score less the band, nothing
     /// left out may exceed it by more. The band is 2 sigma of the row's scores, since two items trade places by two
-    /// errors.
-    pub fn judge(&self, made: &Replacements) -> Choices {
+    /// errors. With a baseline only choices that differ from its own are judged, and then both sides.
+    pub fn judge(&self, made: &Replacements, baseline: Option<&Replacements>) -> Choices {
         let mut found = Choices::default();
         let mut places: Vec<Place> = made.keys().map(|(point, layer)| Place::new(*point, *layer)).collect();
         places.sort();
@@ -272,14 +272,21 @@ impl Whole {
             let width = shape.iter().product::<usize>().max(1);
             for (t, chosen) in chosen.chunks_exact(width).enumerate().take(scores.exact.nrows()) {
                 found.made += 1;
+                let other = baseline.map(|b| b.get(&(place.point, place.layer)).and_then(|c| row_of(c, t)));
+                if other.flatten().is_some_and(|other| as_set(other) == as_set(chosen)) {
+                    continue;
+                }
                 let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
                 let row: Vec<f64> = scores.exact.row(t).iter().copied().take(visible).collect();
                 let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
-                match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
-                    Chosen::Same => {}
-                    Chosen::NearTie => drop(found.near_ties.insert(t)),
-                    Chosen::Outside(why) => {
-                        found.outside.get_or_insert_with(|| format!("{place}, token {t}: {why}"));
+                let sides = [Some(chosen), other.flatten()];
+                for (side, chosen) in ["target", "baseline"].into_iter().zip(sides).filter_map(|(s, c)| Some((s, c?))) {
+                    match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
+                        Chosen::Same => {}
+                        Chosen::NearTie => drop(found.near_ties.insert(t)),
+                        Chosen::Outside(why) => {
+                            found.outside.get_or_insert_with(|| format!("{place}, token {t}, {side}: {why}"));
+                        }
                     }
                 }
             }
@@ -289,15 +296,23 @@ impl Whole {
 }
 
 impl Whole {
-    /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins.
-    pub fn compare(&self, name: &str, target: &Fed, baseline: &dyn Fn(usize, usize) -> f64) -> Check {
+    /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins:
+    /// those that differ from `chosen`, or all. `asked` is the number of rows that should be comparable.
+    pub fn compare(
+        &self,
+        name: &str,
+        target: &Fed,
+        asked: usize,
+        baseline: &dyn Fn(usize, usize) -> f64,
+        chosen: Option<&Replacements>,
+    ) -> Check {
         let Some(floored) = self.logits() else {
             return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
         };
         let rows = floored.energies(&target.logits, baseline);
         let (mut replayed, mut outside) = (BTreeSet::new(), None);
         for rank in 0..target.ranks.len() {
-            let choices = self.judge(&target.choices(rank));
+            let choices = self.judge(&target.choices(rank), chosen);
             replayed.extend(choices.near_ties);
             outside = outside.or(choices.outside);
         }
@@ -318,8 +333,8 @@ impl Whole {
             (Verdict::Divergent, format!("{outside}; {figures}"))
         } else if all.share() > 1.0 || worst.share() > 1.0 {
             (Verdict::Divergent, figures)
-        } else if (compared as f64) < LEAST_ROWS * self.rows() as f64 {
-            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", self.rows()))
+        } else if (compared as f64) < LEAST_ROWS * asked as f64 {
+            (Verdict::Unmeasured, format!("{compared} of {asked} rows could be compared; {figures}"))
         } else {
             (Verdict::Match, figures)
         };
@@ -348,6 +363,19 @@ enum Chosen {
     Same,
     NearTie,
     Outside(String),
+}
+
+/// One row of captured indices.
+fn row_of(captured: &Captured, t: usize) -> Option<&[i32]> {
+    let width = captured.row_len();
+    match &captured.values {
+        Values::I32(v) => v.get(t * width..(t + 1) * width),
+        Values::F32(_) => None,
+    }
+}
+
+fn as_set(row: &[i32]) -> BTreeSet<i32> {
+    row.iter().copied().collect()
 }
 
 fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {

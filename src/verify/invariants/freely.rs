@@ -75,7 +75,9 @@ impl Bench<'_> {
         let listen = Listen::Replace(self.floor()?.choices.clone(), choices());
         let plain = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
         let target = run(&mut self.engine, &listen)?;
-        Ok(self.floor()?.whole.compare(name, &target, &against(&plain.logits, self.vocab())))
+        let (free, vocab) = (self.floor()?, self.vocab());
+        let asked = target.logits.len() / vocab;
+        Ok(free.whole.compare(name, &target, asked, &against(&plain.logits, vocab), Some(&free.choices)))
     }
 
     /// TP 1 = TP N.
@@ -95,18 +97,24 @@ impl Bench<'_> {
             Err(other) => return Err(other),
         };
         let target = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
-        let free = self.floor()?;
-        let mut check = free.whole.compare(&name, &target, &against(&free.logits, self.vocab()));
-        if check.verdict == Verdict::Divergent {
-            check.detail = format!("{}; {}", self.first_bad()?, check.detail);
+        let mut check = {
+            let free = self.floor()?;
+            let baseline = against(&free.logits, self.vocab());
+            free.whole.compare(&name, &target, self.subject.ids.len(), &baseline, Some(&free.choices))
+        };
+        if check.verdict == Verdict::Divergent
+            && let Some(op) = self.first_bad()?
+        {
+            check.detail = format!("{op}; {}", check.detail);
         }
         self.checks.push(check);
         Ok(())
     }
 
     /// The first op, in the order of the forward pass, whose values at the sampled rows lie outside the floor of whole
-    /// runs. Only run when something is wrong: it keeps every point.
-    fn first_bad(&mut self) -> Result<String, VerifyError> {
+    /// runs, if there is one: a bad choice alone is replaced and leaves no trace. Only run when something is wrong, as
+    /// it keeps every point.
+    fn first_bad(&mut self) -> Result<Option<String>, VerifyError> {
         let subject = self.subject;
         let rows: Vec<usize> = match subject.rows.is_empty() {
             true => (0..subject.ids.len()).collect(),
@@ -124,7 +132,7 @@ impl Bench<'_> {
             let (Some(floored), Ok(baseline)) = (whole.point(*place), joined(&baseline, *place)) else { continue };
             let target = match joined(&target, *place) {
                 Ok(target) => target,
-                Err(e) => return Ok(format!("first op {place}: {e}")),
+                Err(e) => return Ok(Some(format!("first op {place}: {e}"))),
             };
             let width = floored.exact.ncols();
             let at = |captured: &Captured| -> Vec<f32> {
@@ -136,10 +144,11 @@ impl Bench<'_> {
                 floored.energies(&target, |t, i| baseline.get(t * width + i).map_or(f64::NAN, |v| (*v).into()));
             let bad = floor::pools(&energies).into_iter().find(|(_, _, energy)| energy.share() > 1.0);
             if let Some((first, _, energy)) = bad {
-                return Ok(format!("first op {place}, token {}, rho {:.3e}", rows[first], energy.rho()));
+                let at = format!("first op {place}, token {}, rho {:.3e}", rows[first], energy.rho());
+                return Ok(Some(at));
             }
         }
-        Ok("first op logits".into())
+        Ok(None)
     }
 }
 

@@ -104,25 +104,106 @@ pub enum MatmulError {
     },
 }
 
-/// `y[t][r] = sum over c of w[r][c] x[t][c]`, for every row r and t in 0..tokens. Errors when sizes do not fit.
-pub fn matmul(w: &Rows<'_>, x: Strided<'_>, tokens: usize, y: StridedMut<'_>) -> Result<(), MatmulError> {
-    product(w, x, Which::First(tokens), y, Which::First(tokens))
+/// One matrix product among several that write into the same results.
+#[derive(Clone, Copy, Debug)]
+pub struct Job<'a> {
+    /// The matrix.
+    pub w: Rows<'a>,
+    /// The activations.
+    pub x: Strided<'a>,
+    /// Which rows of `x` and, in the same order, of the results.
+    pub rows: JobRows<'a>,
+    /// Where its first result of row 0 goes.
+    pub y_offset: usize,
 }
 
-/// `y[y_rows[i]][r] = sum over c of w[r][c] x[x_rows[i]][c]`, for every row r and i: the tokens that share one expert,
-/// which is thus read once. Same bits as [`matmul`] of each token alone. A repeated entry of `y_rows` keeps one of its
-/// results. Errors when sizes do not fit.
-pub fn matmul_gather(
-    w: &Rows<'_>,
-    x: Strided<'_>,
-    x_rows: &[u32],
-    y: StridedMut<'_>,
-    y_rows: &[u32],
-) -> Result<(), MatmulError> {
-    if x_rows.len() != y_rows.len() {
-        return Err(MatmulError::Indices { x: x_rows.len(), y: y_rows.len() });
+/// The rows of a job.
+#[derive(Clone, Copy, Debug)]
+pub enum JobRows<'a> {
+    /// Rows 0 to n - 1 of both.
+    First(usize),
+    /// Row `x[i]` of the activations gives row `y[i]` of the results: the tokens that share one expert.
+    Listed {
+        /// Rows of the activations.
+        x: &'a [u32],
+        /// Rows of the results.
+        y: &'a [u32],
+    },
+}
+
+/// `y[y_row][y_offset + r] = sum over c of w[r][c] x[x_row][c]`, for every job, row pair and weight row r. All jobs share
+/// the threads, so that several small products are worth waking them. A result has the same bits whatever runs along.
+///
+/// # Errors
+/// Sizes that do not fit, and jobs that would write to the same place.
+pub fn matmul_all(jobs: &[Job<'_>], y: &mut [f32], y_stride: usize) -> Result<(), MatmulError> {
+    let isa = Isa::best();
+    let mut products = Vec::with_capacity(jobs.len());
+    let shape = StridedMut { data: y, offset: 0, stride: y_stride };
+    for job in jobs {
+        let (x_rows, y_rows) = match job.rows {
+            JobRows::First(n) => (Which::First(n), Which::First(n)),
+            JobRows::Listed { x, y } if x.len() == y.len() => (Which::Listed(x), Which::Listed(y)),
+            JobRows::Listed { x, y } => return Err(MatmulError::Indices { x: x.len(), y: y.len() }),
+        };
+        let row_bytes = check(&job.w, &job.x, x_rows, &shape, job.y_offset, y_rows)?;
+        if x_rows.len() > 0 && job.w.rows > 0 {
+            products.push(Product {
+                w: job.w,
+                row_bytes,
+                dequantiser: Dequantiser::with(job.w.ty, isa),
+                kernels: Kernels::new(isa),
+                x: job.x,
+                x_rows,
+                y: std::ptr::null_mut(),
+                y_offset: job.y_offset,
+                y_stride,
+                y_rows,
+            });
+        }
     }
-    product(w, x, Which::Listed(x_rows), y, Which::Listed(y_rows))
+    disjoint(&products)?;
+    let to = y.as_mut_ptr();
+    products.iter_mut().for_each(|p| p.y = to);
+    run(&products);
+    Ok(())
+}
+
+/// Refuses jobs that share a place: their columns must be disjoint, or else be the same with disjoint rows.
+fn disjoint(products: &[Product<'_>]) -> Result<(), MatmulError> {
+    let columns = |p: &Product<'_>| p.y_offset..p.y_offset + p.w.rows;
+    let clash = |p: &Product<'_>| MatmulError::Overlap { stride: p.y_stride, width: p.w.rows };
+    let all_rows = |p: &Product<'_>| matches!(p.y_rows, Which::First(_));
+    for (i, a) in products.iter().enumerate() {
+        for b in &products[i + 1..] {
+            let (x, y) = (columns(a), columns(b));
+            let meet = x.start < y.end && y.start < x.end;
+            if meet && (x != y || all_rows(a) || all_rows(b)) {
+                return Err(clash(a));
+            }
+        }
+    }
+    let mut taken: Vec<(Range<usize>, Vec<bool>)> = Vec::new();
+    for p in products.iter().filter(|p| !all_rows(p)) {
+        if !taken.iter().any(|(c, _)| *c == columns(p)) {
+            taken.push((columns(p), Vec::new()));
+        }
+        for (_, rows) in taken.iter_mut().filter(|(c, _)| *c == columns(p)) {
+            rows.resize(rows.len().max(p.y_rows.last() + 1), false);
+            for i in 0..p.y_rows.len() {
+                if std::mem::replace(&mut rows[p.y_rows.at(i)], true) {
+                    return Err(clash(p));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `y[t][r] = sum over c of w[r][c] x[t][c]`, for every row r and t in 0..tokens. Errors when sizes do not fit.
+pub fn matmul(w: &Rows<'_>, x: Strided<'_>, tokens: usize, y: StridedMut<'_>) -> Result<(), MatmulError> {
+    let job = Job { w: *w, x, rows: JobRows::First(tokens), y_offset: y.offset };
+    matmul_all(&[job], y.data, y.stride)
 }
 
 /// Which rows of an operand take part, in order.
@@ -164,7 +245,7 @@ const TOKEN_BLOCK: usize = 96;
 
 /// Multiply-adds below which other threads are not woken: handing work over costs some 7 microseconds, a twentieth of
 /// the time of so many multiply-adds in decode.
-const PARALLEL_FROM: usize = 1 << 20;
+const PARALLEL_FROM: usize = 1 << 17;
 
 /// Rows that a thread takes at a time.
 const SHARE: usize = 8 * TILE_ROWS;
@@ -182,49 +263,36 @@ struct Product<'a> {
     y_rows: Which<'a>,
 }
 
-// SAFETY: `y` points into a buffer that the caller of `product` borrows mutably for the whole product; threads take
-// disjoint ranges of weight rows, and `check` made sure that different weight rows never share a place in it.
+// SAFETY: `y` points into a buffer that the caller of `matmul_all` borrows mutably for all its products; threads take
+// disjoint ranges of weight rows, and `check` and `disjoint` made sure that different weight rows and different products
+// never share a place in it.
 unsafe impl Sync for Product<'_> {}
 
-fn product(
-    w: &Rows<'_>,
-    x: Strided<'_>,
-    x_rows: Which<'_>,
-    y: StridedMut<'_>,
-    y_rows: Which<'_>,
-) -> Result<(), MatmulError> {
-    let row_bytes = check(w, &x, x_rows, &y, y_rows)?;
-    if x_rows.len() == 0 || w.rows == 0 {
-        return Ok(());
-    }
-    let isa = Isa::best();
-    let product = Product {
-        w: *w,
-        row_bytes,
-        dequantiser: Dequantiser::with(w.ty, isa),
-        kernels: Kernels::new(isa),
-        x,
-        x_rows,
-        y: y.data.as_mut_ptr(),
-        y_offset: y.offset,
-        y_stride: y.stride,
-        y_rows,
-    };
-    let work = w.rows.saturating_mul(w.cols).saturating_mul(x_rows.len());
-    let shares = w.rows.div_ceil(SHARE);
-    let threads = if work < PARALLEL_FROM { 1 } else { rayon::current_num_threads().min(shares) };
-    if threads == 1 {
-        product.rows(0..w.rows);
-        return Ok(());
+/// Runs products on one thread, or on all when they are worth it.
+fn run(products: &[Product<'_>]) {
+    let work = |p: &Product<'_>| p.w.rows.saturating_mul(p.w.cols).saturating_mul(p.x_rows.len());
+    let total = products.iter().map(work).fold(0usize, usize::saturating_add);
+    let shares: Vec<usize> = products.iter().map(|p| p.w.rows.div_ceil(SHARE)).collect();
+    let all: usize = shares.iter().sum();
+    let threads = if total < PARALLEL_FROM { 1 } else { rayon::current_num_threads().min(all) };
+    if threads <= 1 {
+        products.iter().for_each(|p| p.rows(0..p.w.rows));
+        return;
     }
     let taken = AtomicUsize::new(0);
     let take = || {
         loop {
-            let first = taken.fetch_add(1, Ordering::Relaxed) * SHARE;
-            if first >= w.rows {
+            let mut share = taken.fetch_add(1, Ordering::Relaxed);
+            if share >= all {
                 break;
             }
-            product.rows(first..(first + SHARE).min(w.rows));
+            for (product, shares) in products.iter().zip(&shares) {
+                if share < *shares {
+                    product.rows(share * SHARE..((share + 1) * SHARE).min(product.w.rows));
+                    break;
+                }
+                share -= shares;
+            }
         }
     };
     // The calling thread, mostly a rank and no worker of the pool, works too instead of only waiting.
@@ -234,7 +302,6 @@ fn product(
         }
         take();
     });
-    Ok(())
 }
 
 /// The bytes of one weight row, once all operands are known to fit.
@@ -243,6 +310,7 @@ fn check(
     x: &Strided<'_>,
     x_rows: Which<'_>,
     y: &StridedMut<'_>,
+    y_offset: usize,
     y_rows: Which<'_>,
 ) -> Result<usize, MatmulError> {
     let &Rows { ty, bytes, rows, cols } = w;
@@ -262,7 +330,7 @@ fn check(
         }
     };
     inside("x", x_rows.last(), x.offset, x.stride, cols, x.data.len())?;
-    inside("y", y_rows.last(), y.offset, y.stride, rows, y.data.len())?;
+    inside("y", y_rows.last(), y_offset, y.stride, rows, y.data.len())?;
     if y.stride < rows && y_rows.last() > 0 {
         return Err(MatmulError::Overlap { stride: y.stride, width: rows });
     }
@@ -463,7 +531,8 @@ mod tests {
         let (x_rows, y_rows) = ([9, 0, 3, 3, 7], [1, 4, 0, 2, 8]);
         let mut y = vec![-7.0; 9 * 11];
         let x = Strided { data: &data, offset, stride };
-        matmul_gather(&w, x, &x_rows, StridedMut { data: &mut y, offset: 2, stride: 11 }, &y_rows).unwrap();
+        let rows = JobRows::Listed { x: &x_rows, y: &y_rows };
+        matmul_all(&[Job { w, x, rows, y_offset: 2 }], &mut y, 11).unwrap();
         for (from, to) in x_rows.into_iter().zip(y_rows) {
             let at = to as usize * 11 + 2;
             let alone = run(&w, &data[offset + from as usize * stride..][..cols], 1);
@@ -491,8 +560,20 @@ mod tests {
         assert!(matches!(call(w, 2, usize::MAX, 2, 4), Err(MatmulError::Outside { operand: "x", .. })));
         assert!(matches!(call(w, 2, 256, 2, 3), Err(MatmulError::Outside { operand: "y", row: 1, .. })));
         assert!(matches!(call(w, 2, 256, 1, 4), Err(MatmulError::Overlap { stride: 1, width: 2 })));
-        let out = StridedMut { data: &mut y, offset: 0, stride: 2 };
-        let lists = matmul_gather(&w, Strided { data: &x, offset: 0, stride: 256 }, &[0, 1], out, &[0]);
+        let x = Strided { data: &x, offset: 0, stride: 256 };
+        let listed = |x, y| JobRows::Listed { x, y };
+        let lists = matmul_all(&[Job { w, x, rows: listed(&[0, 1], &[0]), y_offset: 0 }], &mut y, 2);
         assert_eq!(lists, Err(MatmulError::Indices { x: 2, y: 1 }));
+        let job = |rows, y_offset| Job { w, x, rows, y_offset };
+        for clash in [
+            [job(JobRows::First(1), 0), job(JobRows::First(1), 1)],
+            [job(listed(&[0], &[1]), 0), job(listed(&[1], &[1]), 0)],
+            [job(JobRows::First(1), 0), job(listed(&[1], &[0]), 0)],
+        ] {
+            let found = matmul_all(&clash, &mut y, 2);
+            assert_eq!(found, Err(MatmulError::Overlap { stride: 2, width: 2 }));
+        }
+        let apart = [job(listed(&[0], &[1]), 0), job(listed(&[1], &[0]), 0)];
+        assert_eq!(matmul_all(&apart, &mut y, 2), Ok(()));
     }
 }

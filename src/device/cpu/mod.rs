@@ -10,7 +10,7 @@ pub mod simd;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use self::matmul::{MatmulError, Rows, Strided, StridedMut};
+use self::matmul::{Job, JobRows, MatmulError, Rows, Strided, StridedMut};
 use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
 use crate::engine::batch::Batch;
 use crate::model::Config;
@@ -262,10 +262,19 @@ impl Device for CpuDevice {
         out: &mut CpuBuf,
         out_start: usize,
     ) -> Result<(), DeviceError> {
+        let x = Strided { data: &x.data, offset: x_cols.start, stride: x.width };
+        let stride = out.width;
+        if w.parts.iter().all(Part::is_aligned) {
+            let mut y_offset = out_start;
+            let mut jobs = Vec::with_capacity(w.parts.len());
+            for part in &w.parts {
+                jobs.push(Job { w: part.matrix(0), x, rows: JobRows::First(n), y_offset });
+                y_offset += part.rows;
+            }
+            return matmul::matmul_all(&jobs, &mut out.data, stride).map_err(|e| self.error(site, e));
+        }
         let mut offset = out_start;
         for part in &w.parts {
-            let x = Strided { data: &x.data, offset: x_cols.start, stride: x.width };
-            let stride = out.width;
             let data = &mut out.data;
             self.covered(part, x, n, &mut |x| {
                 matmul::matmul(&part.matrix(0), x, n, StridedMut { data: &mut *data, offset, stride })
@@ -286,13 +295,14 @@ impl Device for CpuDevice {
         out: &mut CpuBuf,
         out_heads: Heads,
     ) -> Result<(), DeviceError> {
-        for h in 0..x_heads.count {
-            let x = Strided { data: &x.data, offset: x_heads.start + h * x_heads.stride, stride: x.width };
-            let offset = out_heads.start + h * out_heads.stride;
-            let y = StridedMut { stride: out.width, data: &mut out.data, offset };
-            matmul::matmul(&w.parts[0].matrix(h), x, n, y).map_err(|e| self.error(site, e))?;
-        }
-        Ok(())
+        let job = |h: usize| Job {
+            w: w.parts[0].matrix(h),
+            x: Strided { data: &x.data, offset: x_heads.start + h * x_heads.stride, stride: x.width },
+            rows: JobRows::First(n),
+            y_offset: out_heads.start + h * out_heads.stride,
+        };
+        let jobs: Vec<Job<'_>> = (0..x_heads.count).map(job).collect();
+        matmul::matmul_all(&jobs, &mut out.data, out.width).map_err(|e| self.error(site, e))
     }
 
     fn rms_norm(
@@ -508,16 +518,21 @@ impl Device for CpuDevice {
     ) -> Result<(), DeviceError> {
         let gate_up_rows = &mut self.scratch.borrow_mut().experts;
         gate_up_rows.resize(n * slots * 2 * width, 0.0);
-        for (expert, pairs) in by_expert(ids, slots, n) {
-            let tokens: Vec<u32> = pairs.iter().map(|p| p / slots as u32).collect();
-            let mut offset = 0;
+        let lists: Vec<(usize, Vec<u32>, Vec<u32>)> = by_expert(ids, slots, n)
+            .into_iter()
+            .map(|(expert, pairs)| (expert, pairs.iter().map(|p| p / slots as u32).collect(), pairs))
+            .collect();
+        let x = Strided { data: &x.data, offset: 0, stride: x.width };
+        let mut jobs = Vec::new();
+        for (expert, tokens, pairs) in &lists {
+            let mut y_offset = 0;
             for part in &gate_up.parts {
-                let x = Strided { data: &x.data, offset: 0, stride: x.width };
-                let y = StridedMut { data: gate_up_rows, offset, stride: 2 * width };
-                matmul::matmul_gather(&part.matrix(expert), x, &tokens, y, &pairs).map_err(|e| self.error(site, e))?;
-                offset += part.rows;
+                let rows = JobRows::Listed { x: tokens, y: pairs };
+                jobs.push(Job { w: part.matrix(*expert), x, rows, y_offset });
+                y_offset += part.rows;
             }
         }
+        matmul::matmul_all(&jobs, gate_up_rows, 2 * width).map_err(|e| self.error(site, e))?;
         for t in 0..n {
             let row = hidden.row_mut(t);
             for slot in 0..slots {
@@ -542,21 +557,23 @@ impl Device for CpuDevice {
     ) -> Result<(), DeviceError> {
         let part = &down.parts[0];
         let rows = &mut self.scratch.borrow_mut().experts;
-        let mut gathered = Vec::new();
         rows.resize(n * slots * part.rows, 0.0);
-        for (expert, pairs) in by_expert(ids, slots, n) {
-            gathered.clear();
-            gathered.resize(pairs.len() * part.covered, 0.0);
-            for (i, pair) in pairs.iter().enumerate() {
-                let (t, slot) = (*pair as usize / slots, *pair as usize % slots);
-                let from = &hidden.row(t)[slot * width..(slot + 1) * width];
-                gathered[i * part.covered..][part.cols.clone()].copy_from_slice(from);
-            }
-            let x = Strided { data: &gathered, offset: 0, stride: part.covered };
-            let y = StridedMut { data: rows, offset: 0, stride: part.rows };
-            let x_rows: Vec<u32> = (0..pairs.len() as u32).collect();
-            matmul::matmul_gather(&part.matrix(expert), x, &x_rows, y, &pairs).map_err(|e| self.error(site, e))?;
+        // Row `t * slots + slot` holds that slot's hidden values at the rank's own columns, zeros around them.
+        let mut padded = vec![0.0; n * slots * part.covered];
+        for pair in 0..n * slots {
+            let from = &hidden.row(pair / slots)[pair % slots * width..][..width];
+            padded[pair * part.covered..][part.cols.clone()].copy_from_slice(from);
         }
+        let x = Strided { data: &padded, offset: 0, stride: part.covered };
+        let lists = by_expert(ids, slots, n);
+        let jobs: Vec<Job<'_>> = lists
+            .iter()
+            .map(|(expert, pairs)| {
+                let rows = JobRows::Listed { x: pairs, y: pairs };
+                Job { w: part.matrix(*expert), x, rows, y_offset: 0 }
+            })
+            .collect();
+        matmul::matmul_all(&jobs, rows, part.rows).map_err(|e| self.error(site, e))?;
         for t in 0..n {
             let sum = &mut out.row_mut(t)[..part.rows];
             sum.fill(0.0);

@@ -289,22 +289,20 @@ fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
         return Check::new(name, Verdict::Unmeasured, "there is no spread to measure against");
     }
     let rho = if sum.is_nan() { f64::INFINITY } else { (sum.max(0.0) / most).sqrt() };
-    let own = (sum.max(0.0) / rows as f64, "the file's own eps".to_string());
-    let others = whole.references.iter().map(|(eps, logits)| {
-        let label = match eps {
-            Some(Eps::Hf) => "transformers' eps",
-            Some(Eps::LlamaCpp) => "llama.cpp's eps",
-            _ => "the file's eps",
-        };
-        (mean(to(logits).into_iter()), label.to_string())
-    });
-    let mut all: Vec<(f64, String)> = std::iter::once(own).chain(others).collect();
+    let label = |eps: Option<Eps>| match eps {
+        None => "the checkpoint's own eps",
+        Some(Eps::File) => "the file's eps",
+        Some(Eps::Hf) => "transformers' eps",
+        Some(Eps::LlamaCpp) => "llama.cpp's eps",
+    };
+    let others = whole.references.iter().map(|(eps, logits)| (mean(to(logits).into_iter()), label(*eps)));
+    let mut all: Vec<(f64, &str)> = std::iter::once((sum / rows as f64, label(None))).chain(others).collect();
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let listed: Vec<String> = all.iter().map(|(kl, label)| format!("{kl:.2e} with {label}")).collect();
     let detail = format!(
-        "mean KL to the reference {} nats, nearest first; limit {:.2e}; {rows} rows",
+        "mean nats from the reference, nearest first: {}; limit {:.2e}; {rows} rows",
         listed.join(", "),
-        most / rows as f64
+        limit(rows).powi(2) * most / rows as f64
     );
     let verdict = if rho > limit(rows) {
         Verdict::Divergent

@@ -237,8 +237,6 @@ pub fn divergence(p: &[f64], q: &[f64]) -> f64 {
 /// What judging a run's choices found.
 #[derive(Clone, Debug, Default)]
 pub struct Choices {
-    /// Choices that were compared, rows times places.
-    pub made: usize,
     /// Rows that chose otherwise than the reference somewhere, each time inside the band.
     pub near_ties: BTreeSet<usize>,
     /// The first choice outside its band, and how far.
@@ -271,7 +269,6 @@ impl Whole {
             };
             let width = shape.iter().product::<usize>().max(1);
             for (t, chosen) in chosen.chunks_exact(width).enumerate().take(scores.exact.nrows()) {
-                found.made += 1;
                 let other = baseline.map(|b| b.get(&(place.point, place.layer)).and_then(|c| row_of(c, t)));
                 if other.flatten().is_some_and(|other| as_set(other) == as_set(chosen)) {
                     continue;

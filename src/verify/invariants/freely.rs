@@ -3,8 +3,8 @@
 //! ones are judged by their margins. Where they are the baseline's anyway the target runs free: putting equal values in
 //! their place changes nothing. Rows where a near tie fell the other way are replayed, and counted.
 //!
-//! What this separates, on glm5-nano at tp 8 with 112 tokens: a clean engine has rho 0.2 to 0.4 at every token; one
-//! rank's shared-expert partial lost in one layer has rho of some thousands.
+//! What this separates, on glm5-nano at tp 8 with 112 tokens: a clean engine has rho 0.08 over all rows and 0.13 at the
+//! worst token; with one rank's shared-expert partial lost in one layer rho is 10,000 and 28,000.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -7,7 +7,7 @@
 //! not (and always between tensor-parallel degrees, since an all-reduce changes the order) logits are compared row by
 //! row in units of the noise floor of whole runs: see [`whole`](super::whole) for how that is measured, and [`freely`]
 //! for the comparison. Both sides of such a comparison carry an error of their own; the limit is nevertheless the one
-//! for a single side, as a correct engine's error is a third of its floor.
+//! for a single side, as a correct engine's error is a tenth of its floor.
 
 pub mod freely;
 
@@ -253,7 +253,7 @@ impl<'a> Bench<'a> {
             let run = self.digests(other)?;
             let part = run.parts_from(&self.base);
             let steps = other.cuts();
-            let detail = part.map_or(format!("same bits in {} steps", steps.len()), |p| {
+            let detail = part.map_or(format!("same bits; steps: {}", steps.len()), |p| {
                 let chunk = steps.iter().position(|c| c.contains(&p.row)).unwrap_or(0);
                 format!("{kind}: {p}, chunk {} of {}", chunk + 1, steps.len())
             });

@@ -112,7 +112,7 @@ pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>,
     for (i, &t) in rows.iter().enumerate() {
         let visible = k.slice(s![..=t, ..]);
         let mut hits = a.dots(q.index_axis(Axis(0), i), visible);
-        hits.mapv_inplace(|v| v.max(0.0));
+        hits.mapv_inplace(|v| if v < 0.0 { 0.0 } else { v }); // NaN stays NaN
         let sums = a.dots(w.slice(s![i..=i, ..]), hits.t());
         scores.slice_mut(s![i, ..=t]).assign(&sums.row(0));
     }

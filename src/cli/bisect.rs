@@ -56,7 +56,10 @@ fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::
         return writeln!(out, "verdict: NONDETERMINISTIC, no other verdict. The same input parts first at {place}.");
     }
     let Some(culprit) = &found.culprit else {
-        return writeln!(out, "verdict: {}. No operation diverges.", found.verdict.name());
+        let sparse = found.sparse.as_deref().unwrap_or_default();
+        let (verdict, unmeasured) = (found.verdict.name(), found.unmeasured);
+        writeln!(out, "No operation diverges; {unmeasured} could not be judged. Sparse attention: {sparse}.")?;
+        return writeln!(out, "\nverdict: {verdict}");
     };
     let f = &culprit.finding;
     let mut rows = facts();
@@ -96,7 +99,9 @@ fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::
     add("ruled out", &if ruled.is_empty() { "nothing".into() } else { ruled.join("; ") });
     writeln!(out, "{rows}")?;
     if found.others.is_empty() {
-        writeln!(out, "\nEvery other operation is right, given its own inputs.")?;
+        let left = found.unmeasured;
+        let but = if left == 0 { String::new() } else { format!(", but for {left} that could not be judged") };
+        writeln!(out, "\nEvery other operation is right, given its own inputs{but}.")?;
     } else {
         let shown: Vec<String> = found.others.iter().take(OTHERS_SHOWN).map(|o| o.name()).collect();
         let more = found.others.len().saturating_sub(OTHERS_SHOWN);
@@ -121,6 +126,11 @@ fn token_list(tokens: &[usize]) -> String {
     }
 }
 
+/// JSON has no infinities.
+fn number(x: f64) -> Json {
+    if x.is_finite() { json!(x) } else { json!(x.to_string()) }
+}
+
 fn document(subject: &Subject, found: &Bisection) -> Json {
     let culprit = found.culprit.as_ref().map(|c| {
         json!({
@@ -132,7 +142,8 @@ fn document(subject: &Subject, found: &Bisection) -> Json {
             "region": c.region,
             "evidence": c.finding.detail,
             "explanation": c.explanation.as_ref().map(|e| json!({
-                "site": e.site, "statement": e.statement, "ranks": e.ranks, "rho": e.rho.0, "limit": e.rho.1,
+                "site": e.site, "statement": e.statement, "ranks": e.ranks,
+                "rho": number(e.rho.0), "limit": e.rho.1,
                 "of_data": e.of_data, "by_bytes": e.by_bytes, "overturned_by": e.overturn,
             })),
             "fits_as_well": c.also,
@@ -145,6 +156,8 @@ fn document(subject: &Subject, found: &Bisection) -> Json {
         "tp": subject.tp,
         "verdict": found.verdict.name(),
         "judged": found.judged,
+        "unmeasured": found.unmeasured,
+        "sparse_attention": found.sparse,
         "culprit": culprit,
         "parts_at": found.parts_at,
         "others": found.others.iter().map(|o| o.name()).collect::<Vec<_>>(),

@@ -88,7 +88,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         baseline,
         engines,
         tp: target.as_ref().map_or(tp, |t| t.tp),
-        attention: target.as_ref().map_or(attention(args.attention), |t| t.attention),
+        attention: attention(args.attention),
         ids,
         prompt,
         rows,

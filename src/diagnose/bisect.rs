@@ -9,16 +9,17 @@ use std::collections::BTreeMap;
 use lockstep_reference::{ModelWeights, Param as RefParam, RefConfig};
 
 use super::faults::CATALOGUE;
-use super::hypothesis::{Alter, OpContext};
+use super::hypothesis::{Alter, OpContext, Residual};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::{Attention, Engine};
+use crate::engine::Engine;
 use crate::model::params;
-use crate::probe::{Layout, Point, Trace, Values};
-use crate::verify::activations::{OpFinding, eps_of, for_traces, judge_op};
+use crate::probe::{Digest, Layout, Point, Probe, Trace};
+use crate::verify::activations::{eps_of, expected_points, for_traces, judge_of, sparse_activity};
 use crate::verify::floor::{LEAST_VALUES, limit};
+use crate::verify::op::{OpFinding, judge_op};
 use crate::verify::pairing::reference_of;
-use crate::verify::replay::{Judge, Seen};
-use crate::verify::subject::{points_of, run_prompt};
+use crate::verify::replay::Seen;
+use crate::verify::subject::{points_of, run_prompt_with};
 use crate::verify::{Progress, Subject, Verdict, VerifyError};
 
 /// An explanation that fits.
@@ -79,6 +80,10 @@ pub struct Bisection {
     pub others: Vec<OpFinding>,
     /// Operations judged.
     pub judged: usize,
+    /// Operations that could not be judged, because their inputs are missing, not finite or all zeros.
+    pub unmeasured: usize,
+    /// Whether sparse attention was active, in words.
+    pub sparse: Option<String>,
     /// Where runs of the same input part, if they do.
     pub parts_at: Option<String>,
 }
@@ -88,28 +93,34 @@ pub struct Bisection {
 /// # Errors
 /// An engine that cannot run, a reference that cannot read the model.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
-    let nothing = Bisection { verdict: Verdict::Match, culprit: None, others: Vec::new(), judged: 0, parts_at: None };
     if subject.target.is_none() {
         if let Some(place) = nondeterminism(subject, progress)? {
-            return Ok(Bisection { verdict: Verdict::Nondeterministic, parts_at: Some(place), ..nothing });
+            return Ok(Bisection {
+                verdict: Verdict::Nondeterministic,
+                culprit: None,
+                others: Vec::new(),
+                judged: 0,
+                unmeasured: 0,
+                sparse: None,
+                parts_at: Some(place),
+            });
         }
     }
     let raw = Raw(subject.checkpoint.source());
     let config = RefConfig::from_raw(&raw, eps_of(subject))?;
     let weights = ModelWeights::new(&raw, &config);
     let (mut culprit, mut others, mut judged, mut unmeasured) = (None, Vec::new(), 0, 0);
+    let mut seen: Vec<OpFinding> = Vec::new();
     for_traces(subject, &mut |trace| {
-        let dense = trace.attention == Attention::Dense;
-        let judge = Judge::new(&config, &weights, dense, trace.tp, &subject.rows);
-        for (point, layer) in trace.points() {
-            if !subject.wants_layer(layer) {
-                continue;
-            }
+        let every: Vec<usize> = (0..trace.ids.len()).collect();
+        let judge = judge_of(&config, &weights, trace, &subject.rows, &every);
+        for (point, layer) in expected_points(&judge, trace, subject) {
             progress.at("bisect: layers replayed", layer.map_or(0, |l| l + 1), config.layers);
             let finding = judge_op(&judge, trace, point, layer, subject)?;
             judged += usize::from(finding.verdict != Verdict::NotApplicable);
             unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
             if finding.verdict != Verdict::Divergent {
+                seen.push(finding);
                 continue;
             }
             if culprit.is_some() {
@@ -127,40 +138,35 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
         }
         Ok(())
     })?;
+    let sparse = sparse_activity(subject, &seen);
+    let drift = seen.iter().map(|f| f.verdict).filter(|v| *v == Verdict::Drift);
     let verdict = match (&culprit, judged, unmeasured) {
         (Some(_), ..) => Verdict::Divergent,
         (None, 0, _) | (None, _, 1..) => Verdict::Unmeasured,
-        (None, ..) => Verdict::Match,
+        // What did not run cannot be cleared; a dense run by choice is neutral.
+        (None, ..) => drift.chain([sparse.verdict, Verdict::Match]).max().unwrap_or(Verdict::Unmeasured),
     };
-    Ok(Bisection { verdict, culprit, others, judged, parts_at: None })
+    Ok(Bisection { verdict, culprit, others, judged, unmeasured, sparse: Some(sparse.detail), parts_at: None })
 }
 
-/// Runs the same input three times and says where the bits part.
+/// Runs the same input three times on one engine and says where the bits part.
 fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<String>, VerifyError> {
+    let mut engine = subject.engine()?;
     let mut first: Option<Trace> = None;
     for i in 0..3 {
         progress.at("bisect: same input three times", i, 3);
-        let mut engine = subject.engine()?;
-        let (trace, _) = run_prompt(&mut engine, &subject.ids, points_of(subject.layers.clone()))?;
+        let listen = || Box::new(Digest::new(points_of(subject.layers.clone()))) as Box<dyn Probe>;
+        let (trace, _) = run_prompt_with(&mut engine, &subject.ids, &listen)?;
         let Some(first) = &first else {
             first = Some(trace);
             continue;
         };
-        for (point, layer) in first.points() {
-            let (a, b) = (first.ranks(point, layer), trace.ranks(point, layer));
-            let same = |a: &Values, b: &Values| match (a, b) {
-                (Values::F32(a), Values::F32(b)) => {
-                    a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits())
-                }
-                (a, b) => a == b,
-            };
-            let equal = match (a, b) {
-                (Some(a), Some(b)) => a.iter().zip(b).all(|(a, b)| same(&a.values, &b.values)),
-                _ => false,
-            };
-            if !equal {
-                return Ok(Some(point.full_name(layer)));
-            }
+        let differs = |(point, layer): &(Point, Option<usize>)| {
+            let (a, b) = (first.ranks(*point, *layer), trace.ranks(*point, *layer));
+            a.is_none() || a != b
+        };
+        if let Some((point, layer)) = first.points().into_iter().find(differs) {
+            return Ok(Some(point.full_name(layer)));
         }
     }
     Ok(None)
@@ -228,11 +234,11 @@ fn explain(
     for (i, fault) in CATALOGUE.iter().enumerate() {
         progress.at("bisect: hypotheses", i, CATALOGUE.len());
         for h in fault.hypotheses(op) {
-            let Some(energy) = op.residual(&h)? else { continue };
-            let (rho, most) = (energy.rho(), limit(energy.m));
-            // Where sums overflow, their order decides what becomes infinite and what NaN; then values cannot decide, and
-            // the bytes on the device must be the predicted ones.
-            let decisive = energy.m >= LEAST_VALUES && overflows == 0;
+            let Some(Residual { deciding, whole }) = op.residual(&h)? else { continue };
+            let (rho, most) = (deciding.rho(), limit(deciding.m));
+            // Where sums overflow, their order decides what becomes infinite and what NaN, and a prediction of NaN fits
+            // anything: then values cannot decide, and the bytes on the device must be the predicted ones.
+            let decisive = whole.m >= LEAST_VALUES && overflows + whole.undefined == 0;
             let by_bytes = !decisive && subject.target.is_none() && h.reads.is_some() && {
                 if engine.is_none() {
                     engine = Some(subject.engine()?);

@@ -7,12 +7,13 @@ use lockstep_reference::ndarray::{Array2, Axis, Slice as NdSlice};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
 use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
 
-use super::altered::{Altered, Key, Value};
 use crate::checkpoint::oracle::Raw;
-use crate::probe::{Layout, Point, Trace};
+use crate::probe::{Point, Trace};
 use crate::verify::VerifyError;
+use crate::verify::altered::{Key, Value};
 use crate::verify::floor::Energy;
-use crate::verify::replay::{Judge, Seen, Unjudged, classes, owner};
+use crate::verify::op::Slices;
+use crate::verify::replay::{Judge, Unjudged};
 
 /// An operation that diverges, and everything to explain it with.
 pub struct OpContext<'a> {
@@ -58,10 +59,13 @@ pub struct Hypothesis<'a> {
     pub also: Vec<Point>,
     /// The parameter whose bytes on the device it predicts, and what the faulty loader takes its tensor for: decides
     /// where nothing finite is left to compare.
-    pub reads: Option<(Param, RawTensor<'a>)>,
+    pub reads: Option<(Param, Misread<'a>)>,
     /// What it changes.
     pub alter: Alter<'a>,
 }
+
+/// Makes the tensor as a faulty loader takes it; only when asked, since it is as large as the tensor.
+pub type Misread<'a> = Box<dyn Fn() -> Option<RawTensor<'a>> + Sync + 'a>;
 
 /// The bytes that a rank holds where a parameter belongs; `None` where there is no engine to ask.
 pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
@@ -130,91 +134,65 @@ impl OpContext<'_> {
         placement(self.config, param, Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor })
     }
 
-    /// Recomputes the operation, and the others that the hypothesis must explain, and compares with what diverging ranks
-    /// hold: the residual with the largest share of its limit.
+    /// Recomputes the operation, and the others that the hypothesis must explain, and compares what diverging ranks hold
+    /// in the very slices that decided: the residual with the largest share of its limit. `None` without data.
     ///
     /// # Errors
     /// Weights that cannot be read.
-    pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
-        let mut worst = self.residual_at(self.point, hypothesis)?;
+    pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Residual>, VerifyError> {
+        let Some(mut worst) = self.residual_at(self.point, hypothesis)?.ok() else { return Ok(None) };
         for point in hypothesis.also.iter().filter(|p| **p != self.point) {
-            if worst.is_none_or(|w| w.share() > 1.0) {
+            if worst.deciding.share() > 1.0 {
                 break;
             }
-            if let Some(other) = self.residual_at(*point, hypothesis)? {
-                worst = worst.map(|w| if other.share() > w.share() { other } else { w });
+            match self.residual_at(*point, hypothesis)? {
+                Ok(other) if other.deciding.share() > worst.deciding.share() => worst = other,
+                Ok(_) | Err(Unjudged::NoSuchPoint) => {}
+                Err(_) => return Ok(None), // not captured: it cannot be said to be explained
             }
         }
-        Ok(worst)
+        Ok(Some(worst))
+    }
+
+    fn residual_at(
+        &self,
+        point: Point,
+        hypothesis: &Hypothesis<'_>,
+    ) -> Result<Result<Residual, Unjudged>, VerifyError> {
+        let change = |rank: usize, key: Key| match &hypothesis.alter {
+            Alter::Weights(change) => change(rank, key),
+            Alter::Options(_) => Ok(None),
+        };
+        let options = match hypothesis.alter {
+            Alter::Options(options) => options,
+            Alter::Weights(_) => self.judge.options,
+        };
+        let judge = Judge { options, orders: self.judge.orders.clone(), ..*self.judge };
+        let slices = Slices::collect(&judge, self.trace, point, self.layer, &change, Some(&self.ranks))?;
+        Ok(slices.map(|s| Residual { deciding: s.deciding(), whole: s.whole() }))
     }
 
     /// True when every affected rank's device holds exactly the bytes that the hypothesis predicts.
     pub fn is_held(&self, hypothesis: &Hypothesis<'_>, held: Held<'_>) -> bool {
-        let Some((param, tensor)) = &hypothesis.reads else { return false };
+        let Some((param, misread)) = &hypothesis.reads else { return false };
+        let Some(tensor) = misread() else { return false };
         let experts = ExpertSplit::Tensor;
         !hypothesis.ranks.is_empty()
             && hypothesis.ranks.iter().all(|rank| {
                 let split = Split { tp: self.trace.tp, rank: *rank, experts };
-                let expected = cut(self.config, *param, tensor, split).map(|c| c.bytes);
+                let expected = cut(self.config, *param, &tensor, split).map(|c| c.bytes);
                 expected.is_ok_and(|e| held(*rank, self.layer, *param).is_some_and(|h| h == e))
             })
     }
-
-    fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Option<Energy>, VerifyError> {
-        let name = point.full_name(self.layer);
-        let mut names = self.judge.inputs(&name).unwrap_or_default();
-        names.push(name.clone());
-        let mut total = Energy::default();
-        for class in classes(self.trace, &names) {
-            let mine: Vec<usize> = class.iter().copied().filter(|r| self.ranks.contains(r)).collect();
-            let Some(&rank) = mine.first() else { continue };
-            let seen = Seen::new(self.trace, rank);
-            let of_rank = |key: Key| match &hypothesis.alter {
-                Alter::Weights(change) => change(rank, key),
-                Alter::Options(_) => Ok(None),
-            };
-            let weights = Altered::new(self.weights, &of_rank);
-            let options = match hypothesis.alter {
-                Alter::Options(options) => options,
-                Alter::Weights(_) => self.judge.options,
-            };
-            let judge = Judge {
-                config: self.config,
-                weights: &weights,
-                options,
-                orders: self.judge.orders.clone(),
-                rows: self.judge.rows,
-            };
-            let Some(captured) = self.trace.ranks(point, self.layer) else { return Ok(None) };
-            if point.layout() == Layout::Partial && self.trace.tp > 1 {
-                let expected = judge.recompute_partials(&name, &|n| seen.get(n), self.trace.tp)?;
-                for r in mine {
-                    let (reference, sigma) = expected[r].clone();
-                    let width = reference.len() / judge.rows.len();
-                    let Some(target) = judge.target_rows(&captured[r], width) else { return Ok(None) };
-                    total.join(overflowed(judge.measured(target, reference, sigma)).whole());
-                }
-                continue;
-            }
-            let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
-                Ok(expected) => expected,
-                Err(Unjudged::NoSuchPoint | Unjudged::NoData(_)) => return Ok(None),
-            };
-            let Ok(whole) = self.trace.seen_by(rank, point, self.layer) else { return Ok(None) };
-            let width = reference.len() / judge.rows.len();
-            let Some(target) = judge.target_rows(&whole, width) else { return Ok(None) };
-            let measured = overflowed(judge.measured(target, reference, sigma));
-            let owned = |j: usize| owner(point, &whole.shape, self.trace.tp, j).is_none_or(|r| mine.contains(&r));
-            total.join(measured.energy(|_, j| owned(j)));
-        }
-        Ok(Some(total))
-    }
 }
 
-/// The reference in f64 does not overflow where f32 does; what f32 cannot hold is infinite on both sides.
-fn overflowed(mut m: crate::verify::replay::Measured) -> crate::verify::replay::Measured {
-    m.reference.iter_mut().for_each(|r| *r = f64::from(*r as f32));
-    m
+/// What is left of a divergence under a hypothesis.
+#[derive(Clone, Copy, Debug)]
+pub struct Residual {
+    /// The slice with the largest share of its limit.
+    pub deciding: Energy,
+    /// All values together.
+    pub whole: Energy,
 }
 
 /// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from

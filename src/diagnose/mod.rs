@@ -3,7 +3,6 @@
 //! `bisect` finds the first operation that diverges; `faults` is the catalogue, one file per kind, each with how to
 //! inject the fault and how to explain what it looks like; `hypothesis` tries explanations out in the reference.
 
-pub mod altered;
 pub mod bisect;
 
 pub mod faults;

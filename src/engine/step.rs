@@ -252,15 +252,17 @@ impl<D: Device> Forward<D> {
             probe.values(self, Point::AttnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
             self.attention(comm, layer, batch, n, probe)?;
             let norm = self.weights.layers[layer].ffn_norm;
-            self.add_norm(Some(layer), norm, Point::Residual, Point::FfnNorm, n, probe)?;
+            self.add_norm(layer, Point::Residual, (Some(layer), Point::FfnNorm), norm, n, probe)?;
             probe.values(self, Point::FfnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
             self.feed_forward(comm, layer, n, probe)?;
             // The norm behind a layer is the next layer's first, or the final one.
             match self.weights.layers.get(layer + 1).map(|l| l.attn_norm) {
-                Some(next) => self.add_norm(Some(layer), next, Point::Output, Point::AttnNorm, n, probe)?,
+                Some(next) => {
+                    self.add_norm(layer, Point::Output, (Some(layer + 1), Point::AttnNorm), next, n, probe)?
+                }
                 None => {
                     let norm = self.weights.final_norm;
-                    self.add_norm(Some(layer), norm, Point::Output, Point::FinalNorm, n, probe)?;
+                    self.add_norm(layer, Point::Output, (None, Point::FinalNorm), norm, n, probe)?;
                 }
             }
         }
@@ -273,24 +275,26 @@ impl<D: Device> Forward<D> {
         Ok(self.device.rms_norm(site, &self.work.residual, 0..c.hidden, w, c.rms_eps, n, &mut self.work.norm, 0)?)
     }
 
-    /// `residual += delta` and the norm behind it: one fused operation, or two with the sum shown in between.
+    /// `residual += delta` and the norm behind it: one fused operation, or two with the sum shown in between. The sum is a
+    /// point of `layer`; the norm may belong to the next one.
     fn add_norm(
         &mut self,
-        layer: Option<usize>,
-        norm: VectorId,
+        layer: usize,
         sum: Point,
-        normed: Point,
+        normed: (Option<usize>, Point),
+        norm: VectorId,
         n: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
         let hidden = self.config.hidden;
-        if probe.wants(sum, layer) {
-            let site = Site { layer, op: sum.name() };
-            self.device.add(site, &mut self.work.residual, &self.work.delta, hidden, n)?;
-            probe.values(self, sum, layer, n, |w| (&mut w.residual, 0))?;
-            self.norm_residual(Site { layer, op: normed.name() }, norm, n)?;
+        let site = Site { layer: normed.0, op: normed.1.name() };
+        if probe.wants(sum, Some(layer)) {
+            let at = Site { layer: Some(layer), op: sum.name() };
+            self.device.add(at, &mut self.work.residual, &self.work.delta, hidden, n)?;
+            probe.values(self, sum, Some(layer), n, |w| (&mut w.residual, 0))?;
+            self.norm_residual(site, norm, n)?;
         } else {
-            let (site, w, eps) = (Site { layer, op: normed.name() }, self.weights.vector(norm), self.config.rms_eps);
+            let (w, eps) = (self.weights.vector(norm), self.config.rms_eps);
             let (x, y) = (&mut self.work.residual, &mut self.work.norm);
             self.device.add_norm(site, x, &self.work.delta, w, eps, hidden, n, y)?;
         }

@@ -19,7 +19,15 @@ pub struct Trace {
     /// What queries attended to.
     pub attention: Attention,
     ranks: HashMap<(Point, Option<usize>), Vec<Captured>>,
-    shown: Option<(Vec<usize>, bool)>,
+    shown: Option<Shown>,
+}
+
+/// The part of a run that a trace shows.
+#[derive(Clone, Debug)]
+struct Shown {
+    layers: Vec<usize>,
+    first: bool,
+    last: bool,
 }
 
 impl Trace {
@@ -38,21 +46,25 @@ impl Trace {
         self.ranks.extend(other.ranks);
     }
 
-    /// The same trace, whose [`Trace::points`] are only those of `layers` and, if asked, the global ones; the rest stays
-    /// as inputs.
-    pub fn restricted(mut self, layers: &[usize], globals: bool) -> Trace {
-        self.shown = Some((layers.to_vec(), globals));
+    /// The same trace, of which only `layers`, the embedding if it is the `first` part of a run and the head if it is the
+    /// `last` one are shown; the rest stays as inputs.
+    pub fn restricted(mut self, layers: &[usize], first: bool, last: bool) -> Trace {
+        self.shown = Some(Shown { layers: layers.to_vec(), first, last });
         self
+    }
+
+    /// True for the points that this trace is to be judged at.
+    pub fn shows(&self, point: Point, layer: Option<usize>) -> bool {
+        self.shown.as_ref().is_none_or(|s| match layer {
+            Some(layer) => s.layers.contains(&layer),
+            None if point == Point::Embed => s.first,
+            None => s.last,
+        })
     }
 
     /// The points that were captured on every rank, in the order of the forward pass.
     pub fn points(&self) -> Vec<(Point, Option<usize>)> {
-        let shown = |l: &Option<usize>| match (&self.shown, l) {
-            (None, _) => true,
-            (Some((_, globals)), None) => *globals,
-            (Some((layers, _)), Some(l)) => layers.contains(l),
-        };
-        let complete = self.ranks.iter().filter(|((_, l), c)| c.len() == self.tp && shown(l));
+        let complete = self.ranks.iter().filter(|((p, l), c)| c.len() == self.tp && self.shows(*p, *l));
         let mut points: Vec<(Point, Option<usize>)> = complete.map(|(p, _)| *p).collect();
         points.sort_by_key(|(p, layer)| match p {
             Point::Embed => (0, 0, *p),

@@ -45,14 +45,18 @@ pub struct Energy {
     pub m: usize,
     /// Values that are finite on one side only, or infinite with different signs.
     pub misplaced: usize,
+    /// Values that even the reference cannot say: neither finite nor masked (-inf). They are never a pass.
+    pub undefined: usize,
 }
 
 impl Energy {
     /// Adds one value.
     pub fn add(&mut self, target: f64, reference: f64, sigma: f64) {
         if !target.is_finite() || !reference.is_finite() {
-            let same = target == reference || (target.is_nan() && reference.is_nan());
-            self.misplaced += usize::from(!same);
+            let masked = target == f64::NEG_INFINITY && reference == f64::NEG_INFINITY;
+            let undefined = !reference.is_finite() && reference != f64::NEG_INFINITY;
+            self.undefined += usize::from(undefined);
+            self.misplaced += usize::from(!masked && !undefined);
             return;
         }
         self.error += (target - reference).powi(2);
@@ -68,6 +72,7 @@ impl Energy {
         self.reference += other.reference;
         self.m += other.m;
         self.misplaced += other.misplaced;
+        self.undefined += other.undefined;
     }
 
     /// rho; infinite when a value is not finite where it should be.

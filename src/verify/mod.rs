@@ -2,11 +2,13 @@
 //! fault. One file per stage; each returns a [`StageReport`].
 
 pub mod activations;
+pub mod altered;
 pub mod drive;
 pub mod file;
 pub mod floor;
 pub mod invariants;
 pub mod logits;
+pub mod op;
 pub mod pairing;
 pub mod replay;
 pub mod subject;

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use lockstep_reference::ndarray::{ArrayD, IxDyn};
 use lockstep_reference::slice::ExpertSplit;
-use lockstep_reference::{Arith, Options, RefConfig, Weights, inputs_of, partials, replay};
+use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
 use super::floor::{Energy, sigma};
@@ -115,6 +115,8 @@ pub struct Judge<'a> {
     pub orders: Vec<Arith>,
     /// Rows that are judged.
     pub rows: &'a [usize],
+    /// All rows of the run: what becomes a key is judged at every one of them.
+    pub every: &'a [usize],
 }
 
 /// Why an operation cannot be judged: no data is never a pass.
@@ -124,18 +126,16 @@ pub enum Unjudged {
     NoSuchPoint,
     /// An input or the output was not captured, or inputs are not finite.
     NoData(String),
+    /// What was captured has another width than the reference's row.
+    WrongShape(String),
 }
 
 impl Judge<'_> {
-    /// A judge for runs of `config`, which attend to all keys if `dense`.
-    pub fn new<'a>(
-        config: &'a RefConfig,
-        weights: &'a dyn Weights,
-        dense: bool,
-        tp: usize,
-        rows: &'a [usize],
-    ) -> Judge<'a> {
-        Judge { config, weights, options: Options { dense, mtp: false }, orders: Arith::orders(tp), rows }
+    /// The judge of one point: keys and what they are made of are checked for all tokens, the rest for sampled rows.
+    pub fn at(&self, point: Point) -> Judge<'_> {
+        let key = matches!(point, Point::KvA | Point::KvLatent | Point::KRope | Point::IndexK);
+        let rows = if key { self.every } else { self.rows };
+        Judge { orders: self.orders.clone(), rows, ..*self }
     }
 
     /// The points that `name` is recomputed from.
@@ -158,19 +158,32 @@ impl Judge<'_> {
                 return Ok(Err(Unjudged::NoData(format!("its input {input} was not captured"))));
             };
             // Masked scores are -inf by design; anything else that is not finite makes the operation unjudgeable.
-            let masked = input.ends_with("index_scores");
-            if array.iter().any(|v| v.is_nan() || (v.is_infinite() && !masked)) {
+            let masked = input.ends_with("index_scores") || input.ends_with("choice_scores");
+            let bad = |v: &f32| v.is_nan() || *v == f32::INFINITY || (*v == f32::NEG_INFINITY && !masked);
+            if array.iter().any(bad) {
                 return Ok(Err(Unjudged::NoData(format!("its input {input} is not finite"))));
             }
+            // Zeros in give zeros out whatever the weights: such a match would say nothing.
+            let values = Point::parse(input).is_some_and(|(_, p)| !p.is_choice());
+            if values && !array.is_empty() && array.iter().all(|v| *v == 0.0) {
+                return Ok(Err(Unjudged::NoData(format!("its input {input} is all zeros"))));
+            }
         }
-        let run = |arith: Arith| -> Result<Vec<f64>, VerifyError> {
-            replay(self.config, self.weights, arith, self.options, name, seen, self.rows)
-                .map(|a| a.into_iter().collect())
-                .map_err(|e| VerifyError::Reference(format!("{name}: {e}")))
+        let run = |arith: Arith| -> Result<Vec<f64>, ReplayError> {
+            let values = replay(self.config, self.weights, arith, self.options, name, seen, self.rows)?;
+            Ok(values.into_iter().collect())
         };
-        let exact = run(Arith::Exact)?;
-        let runs = self.orders.iter().map(|o| run(*o)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Ok((exact.clone(), floors(&exact, &runs, self.rows.len()))))
+        let runs: Result<Vec<Vec<f64>>, ReplayError> =
+            std::iter::once(Arith::Exact).chain(self.orders.iter().copied()).map(run).collect();
+        match runs {
+            Ok(mut runs) => {
+                let exact = runs.remove(0);
+                let floors = floors(&exact, &runs, self.rows.len());
+                Ok(Ok((exact, floors)))
+            }
+            Err(ReplayError::Weights(e)) => Err(VerifyError::Reference(format!("{name}: {e}"))),
+            Err(e) => Ok(Err(Unjudged::NoData(e.to_string()))),
+        }
     }
 
     /// The reference's partial sums of every rank and their floors, for points that ranks add up.
@@ -182,26 +195,33 @@ impl Judge<'_> {
         name: &str,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
         tp: usize,
-    ) -> Result<Vec<(Vec<f64>, Vec<f64>)>, VerifyError> {
+    ) -> Result<Result<Vec<(Vec<f64>, Vec<f64>)>, Unjudged>, VerifyError> {
         let split = ExpertSplit::Tensor;
-        let run = |arith: Arith| -> Result<Vec<Vec<f64>>, VerifyError> {
-            partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split)
-                .map(|ranks| ranks.into_iter().map(|a| a.into_iter().collect()).collect())
-                .map_err(|e| VerifyError::Reference(format!("{name}: {e}")))
+        let run = |arith: Arith| -> Result<Vec<Vec<f64>>, ReplayError> {
+            let ranks = partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split)?;
+            Ok(ranks.into_iter().map(|a| a.into_iter().collect()).collect())
         };
-        let exact = run(Arith::Exact)?;
-        let runs = self.orders.iter().map(|o| run(*o)).collect::<Result<Vec<_>, _>>()?;
+        let runs: Result<Vec<Vec<Vec<f64>>>, ReplayError> =
+            std::iter::once(Arith::Exact).chain(self.orders.iter().copied()).map(run).collect();
+        let mut runs = match runs {
+            Ok(runs) => runs,
+            Err(ReplayError::Weights(e)) => return Err(VerifyError::Reference(format!("{name}: {e}"))),
+            Err(e) => return Ok(Err(Unjudged::NoData(e.to_string()))),
+        };
+        let exact = runs.remove(0);
         let of_rank = |rank: usize| {
             let runs: Vec<Vec<f64>> = runs.iter().map(|r| r[rank].clone()).collect();
             (exact[rank].clone(), floors(&exact[rank], &runs, self.rows.len()))
         };
-        Ok((0..tp).map(of_rank).collect())
+        Ok(Ok((0..tp).map(of_rank).collect()))
     }
 
     /// The target's values at the judged rows, `[rows][width]`, cut to the reference's width (a padded vocabulary).
     pub fn target_rows(&self, captured: &Captured, width: usize) -> Option<Vec<f64>> {
         let (values, stride) = (captured.as_f32(), captured.row_len());
-        if stride < width || self.rows.iter().any(|r| *r >= captured.rows) {
+        // Only a padded vocabulary may be wider than the reference's row.
+        let fits = stride == width || (captured.point == Point::Logits && stride > width);
+        if !fits || self.rows.iter().any(|r| *r >= captured.rows) {
             return None;
         }
         let row = |r: &usize| values[r * stride..r * stride + width].iter().map(|v| f64::from(*v)).collect::<Vec<_>>();

@@ -90,13 +90,24 @@ impl Subject {
 /// # Errors
 /// Failures of the engine.
 pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), EngineError> {
+    run_prompt_with(engine, ids, &|| Box::new(Capture::new(filter.clone())))
+}
+
+/// As [`run_prompt`], with a listener of the caller's on every rank.
+///
+/// # Errors
+/// Failures of the engine.
+pub fn run_prompt_with(
+    engine: &mut Engine,
+    ids: &[u32],
+    listen: &dyn Fn() -> Box<dyn Probe>,
+) -> Result<(Trace, Vec<f32>), EngineError> {
     let mut table = Vec::new();
     engine.pool().reserve(&mut table, ids.len())?;
     let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
     let logits = (0..ids.len() as u32).collect();
     let batch = Batch { tokens, tables: vec![table.clone()], logits };
-    let probe = || Box::new(Capture::new(filter.clone())) as Box<dyn Probe>;
-    let probes = (0..engine.tp()).map(|_| probe()).collect();
+    let probes = (0..engine.tp()).map(|_| listen()).collect();
     let output = engine.step(batch, probes);
     engine.pool().release(&mut table);
     let output = output?;

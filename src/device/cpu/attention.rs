@@ -97,9 +97,14 @@ impl Indexer<'_> {
         for (p, out) in out.iter_mut().enumerate() {
             let key = self.cache.row(self.layer, self.cache.slot(table, p));
             dots(&kernels, [(key, &heads)], &mut products);
-            *out = w.iter().zip(&products).fold(0.0, |sum, (w, product)| sum + w * product.max(0.0));
+            *out = w.iter().zip(&products).fold(0.0, |sum, (w, product)| sum + w * relu(*product));
         }
     }
+}
+
+/// NaN stays NaN: a damaged key must show.
+fn relu(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
 }
 
 fn choose_all(seen: usize, out: &mut [i32]) {

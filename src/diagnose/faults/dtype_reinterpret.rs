@@ -10,10 +10,10 @@ use lockstep_reference::{Param, RawTensor, weights};
 use super::decorate::{Decorations, Replaced};
 use super::{Fault, param_of};
 use crate::checkpoint::{Binding, Checkpoint};
-use crate::diagnose::altered::{Key, Value};
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, on_ranks, value_of};
 use crate::model::params;
 use crate::quant::{QuantType, TypeId, dequantise, lookup};
+use crate::verify::altered::{Key, Value};
 
 /// See the module.
 pub struct DtypeReinterpret;
@@ -65,9 +65,6 @@ impl Fault for DtypeReinterpret {
                 continue;
             }
             for ty in PLAIN {
-                let values = tensor.ne.iter().product();
-                let bytes = Cow::Owned(reread(&tensor.bytes, ty, values));
-                let reads = RawTensor { type_id: ty.info().id, ne: tensor.ne.clone(), bytes };
                 for ranks in op.scopes() {
                     let scope = ranks.clone();
                     let change = move |rank, key: Key| {
@@ -87,7 +84,7 @@ impl Fault for DtypeReinterpret {
                                 .into(),
                         ranks,
                         also: Vec::new(),
-                        reads: Some((param, reads.clone())),
+                        reads: Some((param, Box::new(move || reread_tensor(op, layer, param, ty)))),
                         alter: Alter::Weights(Box::new(change)),
                     });
                 }
@@ -95,6 +92,18 @@ impl Fault for DtypeReinterpret {
         }
         all
     }
+}
+
+/// The whole tensor as the misreading takes it.
+fn reread_tensor<'a>(
+    op: &'a OpContext<'a>,
+    layer: Option<usize>,
+    param: Param,
+    ty: QuantType,
+) -> Option<RawTensor<'a>> {
+    let (_, tensor) = weights::file_tensor(op.raw, op.config, layer, param, None).ok()??;
+    let bytes = Cow::Owned(reread(&tensor.bytes, ty, tensor.ne.iter().product()));
+    Some(RawTensor { type_id: ty.info().id, ne: tensor.ne, bytes })
 }
 
 /// A parameter (or one expert, one row of the embedding) as the misreading sees it.

@@ -8,10 +8,10 @@ use lockstep_reference::ndarray::Array3;
 use super::decorate::{Decorations, Replaced};
 use super::{Fault, param_of};
 use crate::checkpoint::{Binding, Checkpoint};
-use crate::diagnose::altered::{Key, Value};
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, on_ranks, value_of};
 use crate::model::Kind;
 use crate::quant::{QuantType, dequantise};
+use crate::verify::altered::{Key, Value};
 
 /// See the module.
 pub struct KvBLayout;

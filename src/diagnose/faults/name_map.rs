@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::decorate::{Decorations, Replaced};
 use super::{Fault, param_of};
 use crate::checkpoint::Checkpoint;
-use crate::diagnose::altered::Value;
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, on_ranks, value_of};
 use crate::model::params;
+use crate::verify::altered::Value;
 
 /// See the module.
 pub struct NameMap;
@@ -40,7 +40,7 @@ impl Fault for NameMap {
         for (layer, param) in op.params() {
             for ranks in op.scopes() {
                 let scope = ranks.clone();
-                let change = move |rank, key: crate::diagnose::altered::Key| {
+                let change = move |rank, key: crate::verify::altered::Key| {
                     if (key.0, key.1) != (layer, param) {
                         return Ok(None);
                     }

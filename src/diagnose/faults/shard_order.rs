@@ -9,10 +9,10 @@ use lockstep_reference::{Param, RefError};
 use super::decorate::Decorations;
 use super::{Fault, group_of, group_site};
 use crate::checkpoint::Checkpoint;
-use crate::diagnose::altered::{Key, Value};
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked, value_of};
 use crate::probe::Point;
 use crate::shard::Group;
+use crate::verify::altered::{Key, Value};
 
 /// See the module.
 pub struct ShardOrder;

@@ -9,10 +9,10 @@ use lockstep_reference::slice::Placement;
 use super::decorate::Decorations;
 use super::{Fault, group_of, group_site, param_of};
 use crate::checkpoint::Checkpoint;
-use crate::diagnose::altered::{Key, Value};
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, value_of};
 use crate::model::params;
 use crate::shard::{Cut, Group};
+use crate::verify::altered::{Key, Value};
 
 /// See the module.
 pub struct ShardPlacement;

@@ -1,0 +1,386 @@
+//! Judging one operation of a trace: by ranks that see the same, by slices that decide, choices as sets with margins.
+
+use lockstep_reference::{Eps, RefConfig, RefError};
+
+use super::altered::{Altered, Key, Value};
+use super::floor::{Energy, LEAST_VALUES, limit, pools};
+use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
+use super::{Subject, Verdict, VerifyError};
+use crate::checkpoint::oracle::Raw;
+use crate::probe::{Captured, Layout, Point, Trace};
+
+/// What was found at one operation.
+#[derive(Clone, Debug)]
+pub struct OpFinding {
+    /// The point that the operation produces.
+    pub point: Point,
+    /// Its layer.
+    pub layer: Option<usize>,
+    /// The verdict.
+    pub verdict: Verdict,
+    /// rho and limit of the slice that decided (the worst one).
+    pub rho: (f64, f64),
+    /// Ranks whose own slice or copy diverges.
+    pub ranks: Vec<usize>,
+    /// Tokens whose row diverges.
+    pub tokens: Vec<usize>,
+    /// Evidence.
+    pub detail: String,
+}
+
+impl OpFinding {
+    /// The full name of the point.
+    pub fn name(&self) -> String {
+        self.point.full_name(self.layer)
+    }
+
+    fn unjudged(point: Point, layer: Option<usize>, verdict: Verdict, detail: String) -> Self {
+        OpFinding { point, layer, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail }
+    }
+}
+
+/// What a parameter becomes on a rank under a hypothesis; `None` leaves it as it is.
+pub type RankChange<'a> = dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a;
+
+/// No hypothesis.
+fn unchanged(_: usize, _: Key) -> Result<Option<Value>, RefError> {
+    Ok(None)
+}
+
+/// Judges one operation.
+pub(crate) fn judge_op(
+    judge: &Judge<'_>,
+    trace: &Trace,
+    point: Point,
+    layer: Option<usize>,
+    subject: &Subject,
+) -> Result<OpFinding, VerifyError> {
+    let unjudged = |verdict, detail: String| OpFinding::unjudged(point, layer, verdict, detail);
+    if point.is_choice() {
+        return judge_choice(judge, trace, point, layer);
+    }
+    let slices = match Slices::collect(judge, trace, point, layer, &unchanged, None)? {
+        Ok(slices) => slices,
+        Err(Unjudged::NoSuchPoint) => {
+            return Ok(unjudged(Verdict::NotApplicable, "no such point in this model and run".into()));
+        }
+        Err(Unjudged::NoData(why)) => return Ok(unjudged(Verdict::Unmeasured, why)),
+        Err(Unjudged::WrongShape(why)) => return Ok(unjudged(Verdict::Divergent, why)),
+    };
+    let mut finding = slices.finding(point, layer);
+    if finding.verdict == Verdict::Divergent {
+        if let Some(who) = documented_disagreement(judge, trace, point, layer, subject)? {
+            finding.verdict = Verdict::Drift;
+            finding.detail = format!("{}; {who}", finding.detail);
+        }
+    }
+    Ok(finding)
+}
+
+/// Energies of an operation by slice.
+#[derive(Default)]
+pub(crate) struct Slices {
+    whole: Energy,
+    ranks: Vec<(usize, Energy)>,
+    tokens: Vec<(usize, usize, Energy)>,
+    cosine: f64,
+    worst: Option<(usize, usize, f64, f64)>,
+}
+
+fn decides(e: &Energy) -> bool {
+    e.m + e.misplaced >= LEAST_VALUES
+}
+
+impl Slices {
+    /// Replays a point for every class of ranks that see the same, with parameters changed per rank, and adds up what
+    /// the ranks of `only` (all without a list) hold.
+    ///
+    /// # Errors
+    /// [`Unjudged`], or weights that cannot be read.
+    pub fn collect(
+        judge: &Judge<'_>,
+        trace: &Trace,
+        point: Point,
+        layer: Option<usize>,
+        change: &RankChange<'_>,
+        only: Option<&[usize]>,
+    ) -> Result<Result<Slices, Unjudged>, VerifyError> {
+        let name = point.full_name(layer);
+        let judge = judge.at(point);
+        let Some(mut names) = judge.inputs(&name) else { return Ok(Err(Unjudged::NoSuchPoint)) };
+        let Some(captured) = trace.ranks(point, layer) else {
+            return Ok(Err(Unjudged::NoData("it was not captured on every rank".into())));
+        };
+        names.push(name.clone());
+        let mut slices = Slices::default();
+        for class in classes(trace, &names) {
+            let class: Vec<usize> = class.into_iter().filter(|r| only.is_none_or(|ranks| ranks.contains(r))).collect();
+            let Some(&first) = class.first() else { continue };
+            let of_rank = |key: Key| change(first, key);
+            let weights = Altered::new(judge.weights, &of_rank);
+            let judge = Judge { weights: &weights, orders: judge.orders.clone(), ..judge };
+            let seen = Seen::new(trace, first);
+            if point.layout() == Layout::Partial && trace.tp > 1 {
+                let expected = match judge.recompute_partials(&name, &|n| seen.get(n), trace.tp)? {
+                    Ok(expected) => expected,
+                    Err(why) => return Ok(Err(why)),
+                };
+                for rank in &class {
+                    let (reference, sigma) = expected[*rank].clone();
+                    let width = reference.len() / judge.rows.len();
+                    let Some(target) = judge.target_rows(&captured[*rank], width) else {
+                        return Ok(Err(wrong_shape(width, &captured[*rank])));
+                    };
+                    slices.add(&judge.measured(target, reference, sigma), &[*rank], |_| None);
+                }
+                if only.is_some() {
+                    continue; // the sum of all ranks says nothing of some
+                }
+            }
+            let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
+                Ok(expected) => expected,
+                Err(why) => return Ok(Err(why)),
+            };
+            let width = reference.len() / judge.rows.len();
+            let whole = match trace.seen_by(first, point, layer) {
+                Ok(whole) => whole,
+                Err(e) => return Ok(Err(Unjudged::NoData(e.to_string()))),
+            };
+            let Some(target) = judge.target_rows(&whole, width) else {
+                return Ok(Err(wrong_shape(width, &whole)));
+            };
+            let measured = judge.measured(target, reference, sigma);
+            let known = point.layout() == Layout::Partial && trace.tp > 1;
+            let ranks: &[usize] = if known { &[] } else { &class };
+            slices.add(&measured, ranks, |j| owner(point, &whole.shape, trace.tp, j));
+        }
+        Ok(Ok(slices))
+    }
+
+    /// Adds values that belong to `ranks`: columns with an owner to it alone, the others to each of them.
+    fn add(&mut self, measured: &Measured, ranks: &[usize], own: impl Fn(usize) -> Option<usize>) {
+        let mine = |j: usize| own(j).is_none_or(|r| ranks.is_empty() || ranks.contains(&r));
+        self.whole.join(measured.energy(|_, j| mine(j)));
+        for rank in ranks {
+            self.ranks.push((*rank, measured.energy(|_, j| own(j).is_none_or(|r| r == *rank))));
+        }
+        let rows: Vec<Energy> =
+            (0..measured.rows.len()).map(|i| measured.energy(|row, j| row == i && mine(j))).collect();
+        self.tokens.extend(pools(&rows).into_iter().map(|(a, b, e)| (measured.rows[a], measured.rows[b], e)));
+        self.cosine = if self.worst.is_some() { self.cosine.min(measured.cosine()) } else { measured.cosine() };
+        self.worst = measured.worst().or(self.worst);
+    }
+
+    /// The slice with the largest share of its limit among those that decide.
+    pub fn deciding(&self) -> Energy {
+        let slices = self.ranks.iter().map(|(_, e)| *e).chain(self.tokens.iter().map(|(_, _, e)| *e));
+        let all = std::iter::once(self.whole).chain(slices.filter(decides));
+        all.max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(self.whole)
+    }
+
+    /// All values together.
+    pub fn whole(&self) -> Energy {
+        self.whole
+    }
+
+    fn finding(self, point: Point, layer: Option<usize>) -> OpFinding {
+        let worst = self.deciding();
+        let (rho, most) = (worst.rho(), limit(worst.m));
+        let bad = |e: &Energy| decides(e) && e.share() > 1.0;
+        let mut ranks: Vec<usize> = self.ranks.iter().filter(|(_, e)| bad(e)).map(|(r, _)| *r).collect();
+        ranks.sort_unstable();
+        let pairs = self.tokens.iter().filter(|(_, _, e)| bad(e));
+        let tokens = pairs.flat_map(|(a, b, _)| if a == b { vec![*a] } else { vec![*a, *b] }).collect();
+        let verdict = if rho > most {
+            Verdict::Divergent
+        } else if self.whole.undefined > 0 || (self.whole.m == 0 && self.whole.misplaced == 0) {
+            Verdict::Unmeasured
+        } else {
+            Verdict::Match
+        };
+        let mut detail = format!(
+            "rho {:.2} of {:.2} (worst slice {rho:.2} of {most:.2}), relative L2 {:.1e}, cosine {:.6}",
+            self.whole.rho(),
+            limit(self.whole.m),
+            self.whole.relative(),
+            self.cosine
+        );
+        if self.whole.m < LEAST_VALUES {
+            detail.push_str(&format!("; only {} values, decided as a whole", self.whole.m));
+        }
+        if self.whole.undefined > 0 {
+            detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
+        }
+        if let (Verdict::Divergent, Some((token, column, t, r))) = (verdict, self.worst) {
+            detail.push_str(&format!("; token {token}, column {column}: {t:e}, expected {r:e}"));
+        }
+        OpFinding { point, layer, verdict, rho: (rho, most), ranks, tokens, detail }
+    }
+}
+
+fn wrong_shape(width: usize, found: &Captured) -> Unjudged {
+    Unjudged::WrongShape(format!("expected {width} values per row, found {} in {} rows", found.row_len(), found.rows))
+}
+
+/// Whether a diverging norm agrees, in every slice, with another engine's documented eps instead of the file's.
+fn documented_disagreement(
+    judge: &Judge<'_>,
+    trace: &Trace,
+    point: Point,
+    layer: Option<usize>,
+    subject: &Subject,
+) -> Result<Option<String>, VerifyError> {
+    if !matches!(point, Point::QANorm | Point::KvLatent | Point::IndexK) {
+        return Ok(None);
+    }
+    let raw = Raw(subject.checkpoint.source());
+    for (eps, who) in [
+        (Eps::Hf, "agrees with transformers (eps 1e-6 for the latent norms)"),
+        (Eps::File, "agrees with engines that take the file's eps for the latent norms"),
+        (Eps::LlamaCpp, "agrees with llama.cpp (eps 0 for the indexer's LayerNorm)"),
+    ] {
+        let config = RefConfig::from_raw(&raw, eps)?;
+        let same = match point {
+            Point::IndexK => config.index_eps == judge.config.index_eps,
+            _ => config.latent_eps == judge.config.latent_eps,
+        };
+        if same {
+            continue; // the policy that it was judged by
+        }
+        let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
+        if let Ok(slices) = Slices::collect(&other, trace, point, layer, &unchanged, None)? {
+            if slices.finding(point, layer).verdict == Verdict::Match {
+                return Ok(Some(format!("{who}: the references themselves disagree here")));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Choices are compared as sets with margins: what was chosen instead must lie within a band of the boundary.
+fn judge_choice(
+    judge: &Judge<'_>,
+    trace: &Trace,
+    point: Point,
+    layer: Option<usize>,
+) -> Result<OpFinding, VerifyError> {
+    let name = point.full_name(layer);
+    if trace.ranks(point, layer).is_none() {
+        let detail = "it was not captured on every rank".to_string();
+        return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, detail));
+    }
+    let scores_point = if point == Point::IndexTopk { Point::IndexScores } else { Point::ChoiceScores };
+    let scores_name = scores_point.full_name(layer);
+    let most = |t: usize| match point {
+        Point::IndexTopk => judge.config.top_k.min(t + 1),
+        _ => judge.config.experts_used,
+    };
+    let mut bad: Vec<String> = Vec::new();
+    let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
+    for class in classes(trace, &[judge.inputs(&name).unwrap_or_default(), vec![name.clone()]].concat()) {
+        let seen = Seen::new(trace, class[0]);
+        let (scores, floors) = match judge.recompute(&scores_name, &|n| seen.get(n))? {
+            Ok(expected) => expected,
+            Err(Unjudged::NoSuchPoint) => {
+                let detail = "no such point in this model and run".to_string();
+                return Ok(OpFinding::unjudged(point, layer, Verdict::NotApplicable, detail));
+            }
+            Err(Unjudged::NoData(why) | Unjudged::WrongShape(why)) => {
+                return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, why));
+            }
+        };
+        let Ok(chosen) = trace.seen_by(class[0], point, layer) else {
+            let detail = "not captured on every rank".to_string();
+            return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, detail));
+        };
+        let width = scores.len() / judge.rows.len();
+        for (i, t) in judge.rows.iter().enumerate() {
+            let row = &scores[i * width..(i + 1) * width];
+            match judge_set(row, floors[i], &row_of(&chosen, *t), most(*t)) {
+                Ok(differences) => swapped += differences,
+                Err(why) => {
+                    bad.push(format!("token {t}: {why}"));
+                    bad_tokens.push(*t);
+                    bad_ranks.extend(&class);
+                }
+            }
+        }
+    }
+    bad_ranks.sort_unstable();
+    bad_ranks.dedup();
+    let verdict = if bad.is_empty() { Verdict::Match } else { Verdict::Divergent };
+    let detail = match bad.first() {
+        None => format!("sets equal at {} rows but for {swapped} choices inside their band", judge.rows.len()),
+        Some(first) => format!("{} of {} rows chose wrongly; {first}", bad.len(), judge.rows.len()),
+    };
+    let rho = (if bad.is_empty() { 0.0 } else { f64::INFINITY }, 1.0); // sets agree or they do not
+    Ok(OpFinding { point, layer, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail })
+}
+
+fn row_of(captured: &Captured, t: usize) -> Vec<i64> {
+    let width = captured.row_len();
+    captured.as_f32()[t * width..(t + 1) * width].iter().map(|v| *v as i64).collect()
+}
+
+/// Compares one row's choice with the reference's scores. Returns how many members differ (all inside the band).
+fn judge_set(scores: &[f64], sigma: f64, chosen: &[i64], most: usize) -> Result<usize, String> {
+    let mut order: Vec<usize> = (0..scores.len()).filter(|i| scores[*i].is_finite()).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
+    let expected = &order[..most.min(order.len())];
+    let mut set: Vec<usize> = Vec::new();
+    for id in chosen.iter().filter(|id| **id != -1) {
+        match usize::try_from(*id) {
+            Ok(i) if i < scores.len() && !set.contains(&i) => set.push(i),
+            Ok(i) if set.contains(&i) => return Err(format!("{i} is chosen twice")),
+            _ => return Err(format!("index {id} is out of range (0 to {})", scores.len() - 1)),
+        }
+    }
+    if set.len() != expected.len() {
+        return Err(format!("expected {} chosen, found {}", expected.len(), set.len()));
+    }
+    let Some(boundary) = expected.last().map(|i| scores[*i]) else { return Ok(0) };
+    let band = 2.0 * sigma;
+    let mut differences = 0;
+    for i in set.iter().filter(|i| !expected.contains(i)) {
+        if scores[*i].is_nan() || scores[*i] < boundary - band {
+            return Err(format!(
+                "{i} is chosen with score {:.6}, the boundary is {boundary:.6} -+ {band:.1e}",
+                scores[*i]
+            ));
+        }
+        differences += 1;
+    }
+    for i in expected.iter().filter(|i| !set.contains(i)) {
+        if scores[*i] > boundary + band {
+            return Err(format!(
+                "{i} is left out with score {:.6}, the boundary is {boundary:.6} +- {band:.1e}",
+                scores[*i]
+            ));
+        }
+    }
+    Ok(differences)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::judge_set;
+
+    #[test]
+    fn choices_within_the_band_are_interchangeable() {
+        let scores = [5.0, 4.0, 3.0, 3.0 - 1e-9, 1.0];
+        assert_eq!(judge_set(&scores, 1e-6, &[0, 1, 2], 3), Ok(0));
+        assert_eq!(judge_set(&scores, 1e-6, &[0, 1, 3], 3), Ok(1));
+        assert!(judge_set(&scores, 1e-12, &[0, 1, 3], 3).is_err());
+        assert!(judge_set(&scores, 1e-6, &[0, 1, 4], 3).is_err());
+        assert!(judge_set(&scores, 1e-6, &[1, 2, 3], 3).is_err());
+    }
+
+    #[test]
+    fn damaged_choices_are_named() {
+        let scores = [5.0, 4.0, 3.0];
+        for chosen in [&[0i64, 0][..], &[0, 7], &[0, -2], &[0, -1]] {
+            assert!(judge_set(&scores, 1e-6, chosen, 2).is_err(), "{chosen:?}");
+        }
+        assert_eq!(judge_set(&[f64::NEG_INFINITY, 1.0], 1e-6, &[1, -1], 1), Ok(0));
+    }
+}

@@ -1,7 +1,8 @@
 //! Feeding one sequence to an engine in a stated way: in chunks of any length, alone or beside other sequences, with the
 //! pages of its cache in a row or scattered. Invariants say that none of this may matter.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::VerifyError;
@@ -78,7 +79,7 @@ impl<'a> Feed<'a> {
     }
 
     /// Where its steps begin and end.
-    pub fn cuts(&self) -> Vec<std::ops::Range<usize>> {
+    pub fn cuts(&self) -> Vec<Range<usize>> {
         let (mut cuts, mut start) = (Vec::new(), 0);
         let mut lengths = self.chunks.iter().copied();
         let mut length = 1;
@@ -95,14 +96,30 @@ impl<'a> Feed<'a> {
 /// What a fed sequence gave: its own rows only, by position.
 #[derive(Clone, Debug, Default)]
 pub struct Fed {
+    /// Rows that every place must hold: the sequence's tokens.
+    pub rows: usize,
     /// Per rank.
     pub ranks: Vec<BTreeMap<Place, Captured>>,
     /// `[rows][vocab]`.
     pub logits: Vec<f32>,
 }
 
+/// How two runs part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Difference {
+    /// Both hold the row, with other bits.
+    Bits,
+    /// One of them holds nothing of the place on this rank.
+    Missing,
+    /// One of them holds fewer or more rows than its sequence has tokens; the row is the first that is missing or too
+    /// many.
+    Rows,
+    /// Values of another type or width.
+    Shape,
+}
+
 /// Where two runs part first.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parting {
     /// The place.
     pub place: Place,
@@ -110,32 +127,69 @@ pub struct Parting {
     pub rank: usize,
     /// The position.
     pub row: usize,
+    /// In what.
+    pub what: Difference,
 }
 
 impl std::fmt::Display for Parting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "first op {}, rank {}, token {}", self.place, self.rank, self.row)
+        write!(f, "first op {}, rank {}, token {}", self.place, self.rank, self.row)?;
+        f.write_str(match self.what {
+            Difference::Bits => "",
+            Difference::Missing => " (one of the runs holds nothing there)",
+            Difference::Rows => " (one of the runs has not one row per token)",
+            Difference::Shape => " (values of another type or width)",
+        })
     }
 }
 
 impl Fed {
-    /// The first place, in the order of the forward pass, where rows that both runs hold differ in their bits. Only
-    /// places that both listened to are compared.
-    pub fn parts_from(&self, other: &Fed) -> Option<Parting> {
-        let places = self.ranks.first()?.keys();
-        places.flat_map(|place| (0..self.ranks.len()).map(move |rank| (*place, rank))).find_map(|(place, rank)| {
-            let (a, b) = (self.ranks[rank].get(&place)?, other.ranks.get(rank)?.get(&place)?);
-            first_row(&a.values, &b.values, a.row_len()).map(|row| Parting { place, rank, row })
+    /// Every place that any rank holds, in the order of the forward pass.
+    pub fn places(&self) -> BTreeSet<Place> {
+        self.ranks.iter().flat_map(|rank| rank.keys().copied()).collect()
+    }
+
+    /// The same run as if only the places that a test accepts had been listened to.
+    pub fn only(&self, wanted: impl Fn(Point) -> bool) -> Fed {
+        let mut fed = self.clone();
+        fed.ranks.iter_mut().for_each(|rank| rank.retain(|place, _| wanted(place.point)));
+        fed
+    }
+
+    /// The first place, in the order of the forward pass, where two runs differ in these rows. Nothing is passed over:
+    /// a place that any rank of either run holds must be held by every rank of both, with one row per token.
+    pub fn parts_from(&self, other: &Fed, rows: Range<usize>) -> Option<Parting> {
+        let mut places = self.places();
+        places.extend(other.places());
+        let ranks = self.ranks.len().max(other.ranks.len());
+        places.into_iter().flat_map(|place| (0..ranks).map(move |rank| (place, rank))).find_map(|(place, rank)| {
+            let part = |row, what| Some(Parting { place, rank, row, what });
+            let (a, b) = (self.ranks.get(rank), other.ranks.get(rank));
+            let (Some(a), Some(b)) = (a.and_then(|r| r.get(&place)), b.and_then(|r| r.get(&place))) else {
+                return part(rows.start, Difference::Missing);
+            };
+            for (held, expected) in [(a, self.rows), (b, other.rows)] {
+                let whole = held.values.len() == held.rows * held.row_len();
+                if held.rows != expected || expected < rows.end || !whole {
+                    return part(held.rows.min(expected), Difference::Rows);
+                }
+            }
+            if a.row_len() != b.row_len() {
+                return part(rows.start, Difference::Shape);
+            }
+            let width = a.row_len();
+            match differs(&a.values, &b.values, rows.start * width..rows.end * width) {
+                Ok(at) => at.and_then(|at| part(rows.start + at / width.max(1), Difference::Bits)),
+                Err(Unlike) => part(rows.start, Difference::Shape),
+            }
         })
     }
 
-    /// The first row of logits that differs in its bits.
+    /// The first row of logits that differs in its bits, or that only one of the runs holds.
     pub fn logits_part(&self, other: &Fed, vocab: usize) -> Option<usize> {
+        let shorter = self.logits.len().min(other.logits.len());
         let at = self.logits.iter().zip(&other.logits).position(|(a, b)| a.to_bits() != b.to_bits());
-        at.map(|i| i / vocab).or_else(|| {
-            let shorter = self.logits.len().min(other.logits.len());
-            (shorter == 0 && self.logits.len() != other.logits.len()).then_some(0)
-        })
+        at.or_else(|| (self.logits.len() != other.logits.len()).then_some(shorter)).map(|i| i / vocab.max(1))
     }
 
     /// One rank's choices, as replacements for other runs.
@@ -145,14 +199,22 @@ impl Fed {
     }
 }
 
-/// The first of the common rows that differs.
-fn first_row(a: &Values, b: &Values, width: usize) -> Option<usize> {
-    let at = match (a, b) {
-        (Values::F32(a), Values::F32(b)) => a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()),
-        (Values::I32(a), Values::I32(b)) => a.iter().zip(b).position(|(x, y)| x != y),
-        _ => Some(0),
-    };
-    at.map(|i| i / width.max(1))
+/// Values that cannot be compared: of two types, or without the range.
+struct Unlike;
+
+/// The first value behind the start of the range that differs in its bits.
+fn differs(a: &Values, b: &Values, range: Range<usize>) -> Result<Option<usize>, Unlike> {
+    match (a, b) {
+        (Values::F32(a), Values::F32(b)) => {
+            let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
+            Ok(a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()))
+        }
+        (Values::I32(a), Values::I32(b)) => {
+            let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
+            Ok(a.iter().zip(b).position(|(x, y)| x != y))
+        }
+        _ => Err(Unlike),
+    }
 }
 
 /// True for the points that hold choices.
@@ -197,7 +259,7 @@ fn run(
     listen: &Listen,
 ) -> Result<Fed, VerifyError> {
     let cuts = feed.cuts();
-    let mut fed = Fed { ranks: vec![BTreeMap::new(); engine.tp()], logits: Vec::new() };
+    let mut fed = Fed { rows: feed.ids.len(), ranks: vec![BTreeMap::new(); engine.tp()], logits: Vec::new() };
     for (step, cut) in cuts.iter().enumerate() {
         let mut batch = Batch { tables: tables.to_vec(), ..Batch::default() };
         let mut positions = Vec::new();
@@ -230,39 +292,46 @@ fn run(
             return Err(VerifyError::Replacement);
         }
         fed.logits.extend(output.logits);
-        for (rank, captured) in output.captured.into_iter().enumerate() {
+        for (held, captured) in fed.ranks.iter_mut().zip(output.captured) {
             for c in captured {
-                keep(&mut fed.ranks[rank], c, first, cut.len());
+                keep(held, c, first, cut.clone());
             }
         }
     }
     Ok(fed)
 }
 
-/// Appends the rows of the sequence to what is held of the place.
-fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, rows: usize) {
+/// Appends the sequence's rows of one step, which are the positions `cut`, to what is held of the place. Rows that did
+/// not come are not made up: behind such a gap nothing is appended, so the place ends short and is found to.
+fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, cut: Range<usize>) {
     let width = captured.row_len();
     // Logits come for the sequence's rows only.
     let first = if captured.point == Point::Logits { 0 } else { first };
-    let range = first * width..(first + rows) * width;
+    let came = captured.values.len() / width.max(1);
+    let rows = first.min(came)..(first + cut.len()).min(came);
+    let range = rows.start * width..rows.end * width;
     let own = match &captured.values {
-        Values::F32(v) => Values::F32(v.get(range).unwrap_or_default().to_vec()),
-        Values::I32(v) => Values::I32(v.get(range).unwrap_or_default().to_vec()),
+        Values::F32(v) => Values::F32(v[range].to_vec()),
+        Values::I32(v) => Values::I32(v[range].to_vec()),
     };
-    match held.entry(Place::new(captured.point, captured.layer)) {
-        std::collections::btree_map::Entry::Vacant(entry) => {
-            entry.insert(Captured { rows, values: own, ..captured });
-        }
-        std::collections::btree_map::Entry::Occupied(mut entry) => {
-            let all = entry.get_mut();
-            all.rows += rows;
-            match (&mut all.values, own) {
-                (Values::F32(all), Values::F32(own)) => all.extend(own),
-                (Values::I32(all), Values::I32(own)) => all.extend(own),
-                _ => {}
-            }
-        }
+    let place = Place::new(captured.point, captured.layer);
+    let all = held.entry(place).or_insert_with(|| {
+        let values = match own {
+            Values::F32(_) => Values::F32(Vec::new()),
+            Values::I32(_) => Values::I32(Vec::new()),
+        };
+        Captured { rows: 0, values, ..captured }
+    });
+    // More rows than the positions before this step are appended to all the same: one too many shows as well.
+    if all.rows < cut.start {
+        return;
     }
+    match (&mut all.values, own) {
+        (Values::F32(all), Values::F32(own)) => all.extend(own),
+        (Values::I32(all), Values::I32(own)) => all.extend(own),
+        _ => return,
+    }
+    all.rows += rows.len();
 }
 
 #[cfg(test)]
@@ -291,5 +360,76 @@ mod tests {
         let names: Vec<String> = places.iter().map(Place::to_string).collect();
         let order = ["embed", "layers.0.attn.norm", "layers.0.output", "layers.1.input", "final_norm", "logits"];
         assert_eq!(names, order);
+    }
+
+    fn captured(point: Point, values: &[i32]) -> Captured {
+        Captured { point, layer: Some(0), rows: values.len(), shape: vec![1], values: Values::I32(values.to_vec()) }
+    }
+
+    /// Two ranks with two places of three rows.
+    fn fed() -> Fed {
+        let place = |point| (Place::new(point, Some(0)), captured(point, &[1, 2, 3]));
+        Fed { rows: 3, ranks: vec![[Point::QA, Point::KvA].map(place).into(); 2], logits: vec![0.5; 6] }
+    }
+
+    #[test]
+    fn what_only_one_run_holds_is_a_parting() {
+        let (whole, at) = (fed(), Place::new(Point::KvA, Some(0)));
+        assert_eq!(whole.parts_from(&fed(), 0..3), None);
+        let part = |row, what| Some(Parting { place: at, rank: 1, row, what });
+        let mut other = fed();
+        other.ranks[1].remove(&at);
+        assert_eq!(whole.parts_from(&other, 0..3), part(0, Difference::Missing));
+        assert_eq!(other.parts_from(&whole, 0..3), part(0, Difference::Missing));
+        assert_eq!(other.parts_from(&other, 0..3), part(0, Difference::Missing), "rank 0 holds it");
+        other.ranks.truncate(1);
+        let first = Parting { place: Place::new(Point::QA, Some(0)), rank: 1, row: 0, what: Difference::Missing };
+        assert_eq!(other.parts_from(&whole, 0..3), Some(first));
+        for (rows, row) in [(&[1, 2][..], 2), (&[1, 2, 3, 4], 3), (&[], 0)] {
+            let mut other = fed();
+            other.ranks[1].insert(at, captured(Point::KvA, rows));
+            assert_eq!(whole.parts_from(&other, 0..3), part(row, Difference::Rows), "{rows:?}");
+            assert_eq!(other.parts_from(&whole, 0..3), part(row, Difference::Rows), "{rows:?}");
+            assert_eq!(other.parts_from(&other, 0..2), part(row, Difference::Rows), "{rows:?} on both sides");
+        }
+        assert!(whole.parts_from(&fed(), 0..4).is_some(), "no run has a fourth row");
+    }
+
+    #[test]
+    fn only_the_rows_asked_for_are_compared() {
+        let (whole, at) = (fed(), Place::new(Point::KvA, Some(0)));
+        let mut other = fed();
+        other.ranks[1].insert(at, captured(Point::KvA, &[1, 2, 4]));
+        assert_eq!(whole.parts_from(&other, 0..2), None);
+        let parting = Parting { place: at, rank: 1, row: 2, what: Difference::Bits };
+        assert_eq!(whole.parts_from(&other, 1..3), Some(parting));
+        assert_eq!(whole.only(|p| p == Point::QA).places().len(), 1);
+    }
+
+    #[test]
+    fn logits_that_end_early_part_there() {
+        let whole = fed();
+        assert_eq!(whole.logits_part(&fed(), 2), None);
+        for (rows, row) in [(2, 2), (0, 0)] {
+            let shorter = Fed { logits: vec![0.5; 2 * rows], ..fed() };
+            assert_eq!((whole.logits_part(&shorter, 2), shorter.logits_part(&whole, 2)), (Some(row), Some(row)));
+        }
+    }
+
+    #[test]
+    fn rows_that_do_not_come_leave_the_place_short() {
+        let at = Place::new(Point::KvA, Some(0));
+        let rows = |steps: &[(&[i32], Range<usize>)]| {
+            let mut held = BTreeMap::new();
+            steps.iter().for_each(|(values, cut)| keep(&mut held, captured(Point::KvA, values), 1, cut.clone()));
+            let place = &held[&at];
+            assert_eq!(place.rows, place.values.len());
+            place.values.clone()
+        };
+        // The row before the sequence's own is a neighbour's.
+        assert_eq!(rows(&[(&[9, 1, 2, 9], 0..2), (&[9, 3], 2..3)]), Values::I32(vec![1, 2, 3]));
+        assert_eq!(rows(&[(&[9, 1], 0..2), (&[9, 3], 2..3)]), Values::I32(vec![1]));
+        assert_eq!(rows(&[(&[], 0..2)]), Values::I32(vec![]));
+        assert_eq!(rows(&[(&[9, 3], 2..3)]), Values::I32(vec![]), "nothing came of the first step");
     }
 }

@@ -74,6 +74,8 @@ struct Run {
     generated: Vec<u32>,
     /// Rows from here on cannot be compared.
     until: usize,
+    /// Choices that the target does not show.
+    missing: Vec<Place>,
 }
 
 fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>) -> Result<String, VerifyError> {
@@ -138,8 +140,12 @@ fn continued(
         let detail = format!("step {step}: the generated token is not the most likely one of the same step's logits");
         checks.push(Check::new(format!("greedy sampling, {name}"), Verdict::Divergent, detail));
     }
+    if generated.len() != more {
+        let detail = format!("asked for {more} tokens, {} came", generated.len());
+        checks.push(Check::new(format!("greedy sampling, {name}"), Verdict::Unmeasured, detail));
+    }
     let (attention, until) = (engine.options().attention, ids.len());
-    Ok(Run { name, ids, attention, fed, generated, until })
+    Ok(Run { name, ids, attention, fed, generated, until, missing: Vec::new() })
 }
 
 fn of_dump(
@@ -166,7 +172,7 @@ fn of_dump(
         return unmeasured(format!("the dump's logits: expected {expected}, found {} of {width}", whole.rows), checks);
     }
     let logits = whole.as_f32().chunks_exact(width).flat_map(|row| row[..c.vocab].to_vec()).collect();
-    let mut fed = Fed { ranks: vec![Default::default(); trace.tp], logits };
+    let mut fed = Fed { rows: trace.ids.len(), ranks: vec![Default::default(); trace.tp], logits };
     let mut missing = Vec::new();
     for layer in 0..c.layers {
         let chooses = [
@@ -188,19 +194,20 @@ fn of_dump(
         until: trace.ids.len(),
         fed,
         generated: Vec::new(),
+        missing,
     };
-    let run = if missing.is_empty() { run } else { up_to_a_tie(subject, run, &missing, progress)? };
+    let run = if run.missing.is_empty() { run } else { up_to_a_tie(subject, run, progress)? };
     judge(subject, &run, true, progress, checks)?;
     let reason = "a dump holds no continuation";
     checks.push(Check::new("greedy text", Verdict::NotApplicable, reason));
-    Ok(format!("{} rows of a dump by {}, {} choices missing", run.ids.len(), trace.producer, missing.len()))
+    Ok(format!("{} rows of a dump by {}, {} choices missing", run.ids.len(), trace.producer, run.missing.len()))
 }
 
 /// Without the target's choice, a row is comparable only while nothing before it was a near tie.
-fn up_to_a_tie(subject: &Subject, run: Run, missing: &[Place], progress: &dyn Progress) -> Result<Run, VerifyError> {
+fn up_to_a_tie(subject: &Subject, run: Run, progress: &dyn Progress) -> Result<Run, VerifyError> {
     let choices = run.fed.choices(0);
     let whole = measure(subject, &run, &choices, progress)?;
-    let first = missing.iter().filter_map(|place| whole.first_near_tie(*place)).min();
+    let first = run.missing.iter().filter_map(|place| whole.first_near_tie(*place)).min();
     Ok(Run { until: first.unwrap_or(run.until), ..run })
 }
 
@@ -247,7 +254,7 @@ fn judge(
     let target: Vec<Vec<f64>> =
         fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
     checks.push(kl(&format!("KL, {name}"), &whole, &target));
-    checks.push(whole.compare(&format!("logits, {name}"), &fed, run.ids.len(), &|t, i| floored.exact[[t, i]], None));
+    checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing));
     checks.push(top_one(&format!("top-1, {name}"), &whole, &fed.logits, 0, None));
     if !run.generated.is_empty() {
         let first = run.ids.len() + 1 - run.generated.len();
@@ -326,12 +333,14 @@ fn top_one(name: &str, whole: &Whole, logits: &[f32], first: usize, tokens: Opti
     };
     for (i, token) in target.iter().enumerate() {
         let t = first + i;
-        let Some(row) = floored.exact.rows().into_iter().nth(t) else { break };
+        let Some(row) = floored.exact.rows().into_iter().nth(t) else {
+            return Check::new(name, Verdict::Unmeasured, format!("the reference has no row for token {t}"));
+        };
         let mut order: Vec<usize> = (0..row.len()).collect();
         order.select_nth_unstable_by(1.min(row.len() - 1), |a, b| row[*b].total_cmp(&row[*a]));
         let best = order[..2.min(order.len())].iter().copied().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0);
         let second = order[..2.min(order.len())].iter().copied().find(|i| *i != best).unwrap_or(best);
-        if row[best] - row[second] <= 2.0 * floored.sigma[t] {
+        if row.iter().any(|v| v.is_nan()) || row[best] - row[second] <= 2.0 * floored.sigma[t] {
             near.push(t);
         } else if best == *token as usize {
             sure += 1;
@@ -341,7 +350,7 @@ fn top_one(name: &str, whole: &Whole, logits: &[f32], first: usize, tokens: Opti
     }
     let mut detail = format!("{sure} of {} agree", target.len());
     if !near.is_empty() {
-        detail += &format!("; at tokens {near:?} the two best are closer than two errors");
+        detail += &format!("; at tokens {near:?} the two best are closer than two errors, or no numbers");
     }
     if let Some(worst) = wrong.first() {
         detail = format!("{worst} ({} in all); {detail}", wrong.len());

@@ -103,6 +103,15 @@ fn scores_of(choice: Point) -> Point {
     if choice == Point::ExpertIds { Point::ChoiceScores } else { Point::IndexScores }
 }
 
+/// The choice that is made from scores.
+fn choice_of(scores: Point) -> Option<Point> {
+    match scores {
+        Point::ChoiceScores => Some(Point::ExpertIds),
+        Point::IndexScores => Some(Point::IndexTopk),
+        _ => None,
+    }
+}
+
 /// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
 pub fn own_eps(checkpoint: &Checkpoint) -> Eps {
     match checkpoint.source().naming() {
@@ -241,6 +250,8 @@ pub struct Choices {
     pub near_ties: BTreeSet<usize>,
     /// The first choice outside its band, and how far.
     pub outside: Option<String>,
+    /// The first choice that could not be judged, and why: never a pass.
+    pub unjudged: Option<String>,
 }
 
 impl Whole {
@@ -254,64 +265,99 @@ impl Whole {
         self.points.get(&Place::new(Point::Logits, None))
     }
 
-    /// Judges choices against the f64 scores: everything chosen must reach the last chosen score less the band, nothing
-    /// left out may exceed it by more. The band is 2 sigma of the row's scores, since two items trade places by two
-    /// errors. With a baseline only choices that differ from its own are judged, and then both sides.
-    pub fn judge(&self, made: &Replacements, baseline: Option<&Replacements>) -> Choices {
+    /// Judges the choices of the first `rows` rows against the f64 scores: everything chosen must reach the last chosen
+    /// score less the band, nothing left out may exceed it by more. The band is 2 sigma of the row's scores, since two
+    /// items trade places by two errors. With a baseline only choices that differ from its own are judged, and then both
+    /// sides. Choices without scores, scores without choices and missing rows are unjudged; the places of `absent` are not
+    /// asked for.
+    pub fn judge(
+        &self,
+        made: &Replacements,
+        baseline: Option<&Replacements>,
+        rows: usize,
+        absent: &[Place],
+    ) -> Choices {
         let mut found = Choices::default();
-        let mut places: Vec<Place> = made.keys().map(|(point, layer)| Place::new(*point, *layer)).collect();
-        places.sort();
-        for place in places {
-            let Some(scores) = self.points.get(&Place::new(scores_of(place.point), place.layer)) else { continue };
-            let Some(Captured { values: Values::I32(chosen), shape, .. }) = made.get(&(place.point, place.layer))
-            else {
-                continue;
-            };
-            let width = shape.iter().product::<usize>().max(1);
-            for (t, chosen) in chosen.chunks_exact(width).enumerate().take(scores.exact.nrows()) {
-                let other = baseline.map(|b| b.get(&(place.point, place.layer)).and_then(|c| row_of(c, t)));
-                if other.flatten().is_some_and(|other| as_set(other) == as_set(chosen)) {
-                    continue;
-                }
-                let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
-                let row: Vec<f64> = scores.exact.row(t).iter().copied().take(visible).collect();
-                let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
-                let sides = [Some(chosen), other.flatten()];
-                for (side, chosen) in ["target", "baseline"].into_iter().zip(sides).filter_map(|(s, c)| Some((s, c?))) {
-                    match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
-                        Chosen::Same => {}
-                        Chosen::NearTie => drop(found.near_ties.insert(t)),
-                        Chosen::Outside(why) => {
-                            found.outside.get_or_insert_with(|| format!("{place}, token {t}, {side}: {why}"));
-                        }
-                    }
-                }
+        let scored = self.points.keys().filter_map(|p| Some(Place::new(choice_of(p.point)?, p.layer)));
+        let mut places: BTreeSet<Place> = scored.collect();
+        places.extend(made.keys().map(|(point, layer)| Place::new(*point, *layer)));
+        for place in places.into_iter().filter(|place| !absent.contains(place)) {
+            if let Err(why) = self.judge_place(place, made, baseline, rows, &mut found) {
+                found.unjudged.get_or_insert_with(|| format!("{place}: {why}"));
             }
         }
         found
+    }
+
+    fn judge_place(
+        &self,
+        place: Place,
+        made: &Replacements,
+        baseline: Option<&Replacements>,
+        rows: usize,
+        found: &mut Choices,
+    ) -> Result<(), &'static str> {
+        let scores = self.points.get(&Place::new(scores_of(place.point), place.layer)).ok_or("there are no scores")?;
+        let made = made.get(&(place.point, place.layer)).ok_or("the run shows no choice")?;
+        if rows > scores.exact.nrows() {
+            return Err("fewer rows of scores than tokens");
+        }
+        let (k, is_topk) = match place.point {
+            Point::IndexTopk => (self.top_k, true),
+            _ => (self.experts_used, false),
+        };
+        for t in 0..rows {
+            let chosen = row_of(made, t).ok_or("fewer rows of choices than tokens")?;
+            let other = match baseline {
+                None => None,
+                Some(b) => {
+                    let theirs = b.get(&(place.point, place.layer)).and_then(|c| row_of(c, t));
+                    Some(theirs.ok_or("the baseline shows no choice")?)
+                }
+            };
+            if other.is_some_and(|other| as_set(other) == as_set(chosen)) {
+                continue;
+            }
+            let visible = if is_topk { t + 1 } else { scores.exact.ncols() };
+            let row: Vec<f64> = scores.exact.row(t).iter().copied().take(visible).collect();
+            let sides = [("target", Some(chosen)), ("baseline", other)];
+            for (side, chosen) in sides.into_iter().filter_map(|(s, c)| Some((s, c?))) {
+                match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
+                    Chosen::Same => {}
+                    Chosen::NearTie => drop(found.near_ties.insert(t)),
+                    Chosen::Outside(why) => {
+                        found.outside.get_or_insert_with(|| format!("{place}, token {t}, {side}: {why}"));
+                    }
+                    Chosen::Unmeasured => return Err("scores that are not numbers"),
+                }
+            }
+        }
+        Ok(())
     }
 }
 
 impl Whole {
     /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins:
-    /// those that differ from `chosen`, or all. `asked` is the number of rows that should be comparable.
+    /// those that differ from `chosen`, or all. Every token of the target should be comparable. Choices at the places
+    /// of `absent` are not asked for.
     pub fn compare(
         &self,
         name: &str,
         target: &Fed,
-        asked: usize,
         baseline: &dyn Fn(usize, usize) -> f64,
         chosen: Option<&Replacements>,
+        absent: &[Place],
     ) -> Check {
         let Some(floored) = self.logits() else {
             return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
         };
         let rows = floored.energies(&target.logits, baseline);
-        let (mut replayed, mut outside) = (BTreeSet::new(), None);
+        let (mut replayed, mut outside, mut unjudged) = (BTreeSet::new(), None, None);
         for rank in 0..target.ranks.len() {
-            let choices = self.judge(&target.choices(rank), chosen);
+            let choices = self.judge(&target.choices(rank), chosen, rows.len(), absent);
             replayed.extend(choices.near_ties);
             outside = outside.or(choices.outside);
+            unjudged = unjudged.or(choices.unjudged.map(|why| format!("choices of rank {rank} not judged: {why}")));
         }
         let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
         let mut all = Energy::default();
@@ -330,8 +376,10 @@ impl Whole {
             (Verdict::Divergent, format!("{outside}; {figures}"))
         } else if all.share() > 1.0 || worst.share() > 1.0 {
             (Verdict::Divergent, figures)
-        } else if (compared as f64) < LEAST_ROWS * asked as f64 {
-            (Verdict::Unmeasured, format!("{compared} of {asked} rows could be compared; {figures}"))
+        } else if let Some(unjudged) = unjudged {
+            (Verdict::Unmeasured, format!("{unjudged}; {figures}"))
+        } else if target.rows == 0 || (compared as f64) < LEAST_ROWS * target.rows as f64 {
+            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", target.rows))
         } else {
             (Verdict::Match, figures)
         };
@@ -343,15 +391,17 @@ impl Whole {
         self.logits().map_or(0, |l| l.exact.nrows())
     }
 
-    /// The first row where the f64 run's own choice at a place is so near a tie that another run may choose otherwise.
+    /// The first row where the f64 run's own choice at a place is so near a tie that another run may choose otherwise, or
+    /// where nothing says that it is not: without scores that is the first row.
     pub fn first_near_tie(&self, place: Place) -> Option<usize> {
-        let scores = self.points.get(&Place::new(scores_of(place.point), place.layer))?;
+        let Some(scores) = self.points.get(&Place::new(scores_of(place.point), place.layer)) else { return Some(0) };
         (0..scores.exact.nrows()).find(|t| {
             let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
             let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
             let mut row: Vec<f64> = scores.exact.row(*t).iter().copied().take(visible).collect();
             row.sort_by(|a, b| b.total_cmp(a));
-            row.len() > k && row[k - 1] - row[k] <= 2.0 * scores.sigma[*t]
+            let nan = row.iter().any(|v| v.is_nan());
+            nan || k > 0 && row.len() > k && above(row[k - 1], row[k]) <= 2.0 * scores.sigma[*t]
         })
     }
 }
@@ -360,6 +410,13 @@ enum Chosen {
     Same,
     NearTie,
     Outside(String),
+    /// The scores hold NaN, so there are no margins.
+    Unmeasured,
+}
+
+/// By how much `a` exceeds `b`; equal infinities tie. Neither is NaN.
+fn above(a: f64, b: f64) -> f64 {
+    if a == b { 0.0 } else { a - b }
 }
 
 /// One row of captured indices.
@@ -382,14 +439,21 @@ fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
     if set.len() != k || listed != k || set.last().is_some_and(|i| *i >= scores.len()) {
         return Chosen::Outside(format!("expected {k} different indices below {}, found {chosen:?}", scores.len()));
     }
+    // NaN sorts before everything and compares with nothing: it would pass as the best and as a tie.
+    if scores.iter().any(|s| s.is_nan()) || band.is_nan() {
+        return Chosen::Unmeasured;
+    }
+    if k == 0 {
+        return Chosen::Same;
+    }
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
     if order[..k].iter().all(|i| set.contains(i)) {
         return Chosen::Same;
     }
     let last = scores[order[k - 1]];
-    let worst_in = set.iter().map(|i| last - scores[*i]).fold(0.0, f64::max);
-    let worst_out = (0..scores.len()).filter(|i| !set.contains(i)).map(|i| scores[i] - last).fold(0.0, f64::max);
+    let worst_in = set.iter().map(|i| above(last, scores[*i])).fold(0.0, f64::max);
+    let worst_out = (0..scores.len()).filter(|i| !set.contains(i)).map(|i| above(scores[i], last)).fold(0.0, f64::max);
     let gap = worst_in.max(worst_out);
     if gap <= band {
         Chosen::NearTie
@@ -425,5 +489,68 @@ mod tests {
         assert!(matches!(choice(&scores, 2, &[1, 4], 9.0), Chosen::Outside(_)), "no such index");
         assert!(matches!(choice(&scores[..1], 2, &[0, -1], 0.0), Chosen::Same), "fewer than k");
         assert!(matches!(choice(&[f64::NEG_INFINITY, 1.0], 1, &[0], 9.0), Chosen::Outside(_)), "masked");
+    }
+
+    #[test]
+    fn choices_from_scores_with_nan_are_never_near_ties() {
+        let scores = [0.5, f64::NAN, 0.4, 0.1];
+        for chosen in [[1, 0], [0, 2], [3, 2]] {
+            assert!(matches!(choice(&scores, 2, &chosen, 9.0), Chosen::Unmeasured), "{chosen:?}");
+        }
+        assert!(matches!(choice(&[f64::NAN; 4], 2, &[0, 3], 0.0), Chosen::Unmeasured));
+        assert!(matches!(choice(&[0.1, 0.2], 1, &[0], f64::NAN), Chosen::Unmeasured));
+        let masked = f64::NEG_INFINITY;
+        assert!(matches!(choice(&[0.1, masked, masked], 2, &[0, 2], 0.0), Chosen::NearTie), "equal infinities tie");
+    }
+
+    /// A run with scores of two experts of which one is used, in two rows, and logits.
+    fn whole(scores: [f64; 4]) -> Whole {
+        let floored = |exact: [f64; 4]| {
+            let exact = Array2::from_shape_vec((2, 2), exact.to_vec()).expect("two by two");
+            Floored { exact, sigma: vec![1e-3; 2] }
+        };
+        let points = [
+            (Place::new(Point::ChoiceScores, Some(0)), floored(scores)),
+            (Place::new(Point::Logits, None), floored([1.0; 4])),
+        ];
+        Whole { points: points.into(), kl: Vec::new(), references: Vec::new(), top_k: 1, experts_used: 1 }
+    }
+
+    /// A target with those logits that chose these experts.
+    fn target(chosen: &[i32]) -> Fed {
+        let values = Values::I32(chosen.to_vec());
+        let ids = Captured { point: Point::ExpertIds, layer: Some(0), rows: chosen.len(), shape: vec![1], values };
+        let ranks = vec![[(Place::new(Point::ExpertIds, Some(0)), ids)].into()];
+        Fed { rows: 2, ranks, logits: vec![1.0; 4] }
+    }
+
+    fn judged(whole: &Whole, target: &Fed, absent: &[Place]) -> (Verdict, String) {
+        let check = whole.compare("logits", target, &|_, _| 1.0, None, absent);
+        (check.verdict, check.detail)
+    }
+
+    #[test]
+    fn what_cannot_be_judged_is_never_a_match() {
+        let clear = whole([1.0, 0.0, 0.0, 1.0]);
+        assert_eq!(judged(&clear, &target(&[0, 1]), &[]).0, Verdict::Match);
+        assert_eq!(judged(&clear, &target(&[0, 0]), &[]).0, Verdict::Divergent);
+        let unmeasured = |whole: &Whole, target: &Fed, says: &str| {
+            let (verdict, detail) = judged(whole, target, &[]);
+            assert!(verdict == Verdict::Unmeasured && detail.contains(says), "{verdict:?}: {detail}");
+        };
+        unmeasured(&whole([f64::NAN, 0.0, 0.0, 1.0]), &target(&[0, 1]), "not numbers");
+        unmeasured(&clear, &target(&[0]), "fewer rows of choices");
+        let place = Place::new(Point::ExpertIds, Some(0));
+        let mut silent = target(&[0, 1]);
+        silent.ranks[0].clear();
+        unmeasured(&clear, &silent, "shows no choice");
+        assert_eq!(judged(&clear, &silent, &[place]).0, Verdict::Match, "known to be missing");
+        let mut unscored = clear.clone();
+        unscored.points.remove(&Place::new(Point::ChoiceScores, Some(0)));
+        unmeasured(&unscored, &target(&[0, 1]), "no scores");
+        unmeasured(&clear, &Fed { logits: vec![1.0; 2], ..target(&[0, 1]) }, "1 of 2 rows");
+        assert_eq!(unscored.first_near_tie(place), Some(0));
+        assert_eq!(clear.first_near_tie(place), None);
+        assert_eq!(whole([1.0, 0.0, f64::NAN, 0.0]).first_near_tie(place), Some(1));
     }
 }

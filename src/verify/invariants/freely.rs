@@ -6,12 +6,11 @@
 //! What this separates, on glm5-nano at tp 8 with 112 tokens: a clean engine has rho 0.08 over all rows and 0.13 at the
 //! worst token; with one rank's shared-expert partial lost in one layer rho is 10,000 and 28,000.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Bench;
 use crate::engine::{Engine, Options};
-use crate::probe::capture::{Captured, Filter, UnshardError, unshard};
+use crate::probe::capture::{Captured, Filter, unshard};
 use crate::probe::{Point, Replacements};
 use crate::verify::VerifyError;
 use crate::verify::drive::{Fed, Feed, Listen, Place, choices, feed};
@@ -66,18 +65,20 @@ impl Bench<'_> {
         Ok(self.floor.get_or_init(|| free))
     }
 
-    /// Compares the prompt fed in another way with the prompt in one step, both with the baseline's choices.
+    /// Compares the prompt fed in another way with the prompt in one step, both with the baseline's choices. Choices at
+    /// the places of `absent` are not judged.
     pub(super) fn freely(
         &mut self,
         name: &str,
+        absent: &[Place],
         run: impl FnOnce(&mut Engine, &Listen) -> Result<Fed, VerifyError>,
     ) -> Result<Check, VerifyError> {
         let listen = Listen::Replace(self.floor()?.choices.clone(), choices());
         let plain = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
         let target = run(&mut self.engine, &listen)?;
         let (free, vocab) = (self.floor()?, self.vocab());
-        let asked = target.logits.len() / vocab;
-        Ok(free.whole.compare(name, &target, asked, &against(&plain.logits, vocab), Some(&free.choices)))
+        let baseline = against(&plain.logits, vocab);
+        Ok(free.whole.compare(name, &target, &baseline, Some(&free.choices), absent))
     }
 
     /// TP 1 = TP N.
@@ -100,7 +101,7 @@ impl Bench<'_> {
         let mut check = {
             let free = self.floor()?;
             let baseline = against(&free.logits, self.vocab());
-            free.whole.compare(&name, &target, self.subject.ids.len(), &baseline, Some(&free.choices))
+            free.whole.compare(&name, &target, &baseline, Some(&free.choices), &[])
         };
         if check.verdict == Verdict::Divergent
             && let Some(op) = self.first_bad()?
@@ -128,18 +129,23 @@ impl Bench<'_> {
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
         let (baseline, target) = (feed(&mut one, &all, &listen)?, feed(&mut self.engine, &all, &listen)?);
-        for place in target.ranks.first().into_iter().flat_map(BTreeMap::keys) {
-            let (Some(floored), Ok(baseline)) = (whole.point(*place), joined(&baseline, *place)) else { continue };
-            let target = match joined(&target, *place) {
-                Ok(target) => target,
-                Err(e) => return Ok(Some(format!("first op {place}: {e}"))),
+        for place in baseline.places().union(&target.places()) {
+            // Where the reference has no such point there is no floor to name it by.
+            let Some(floored) = whole.point(*place) else { continue };
+            let (baseline, target) = match (joined(&baseline, *place), joined(&target, *place)) {
+                (Ok(baseline), Ok(target)) => (baseline, target),
+                (Err(why), _) => return Ok(Some(format!("first op {place}: at one rank: {why}"))),
+                (_, Err(why)) => return Ok(Some(format!("first op {place}: {why}"))),
             };
             let width = floored.exact.ncols();
-            let at = |captured: &Captured| -> Vec<f32> {
+            let at = |captured: &Captured| -> Option<Vec<f32>> {
                 let values = captured.as_f32();
-                rows.iter().flat_map(|r| values.get(r * width..(r + 1) * width).unwrap_or_default().to_vec()).collect()
+                let row = |r: &usize| Some(values.get(r * width..(r + 1) * width)?.to_vec());
+                Some(rows.iter().map(row).collect::<Option<Vec<_>>>()?.concat())
             };
-            let (baseline, target) = (at(&baseline), at(&target));
+            let (Some(baseline), Some(target)) = (at(&baseline), at(&target)) else {
+                return Ok(Some(format!("first op {place}: fewer rows than tokens")));
+            };
             let energies =
                 floored.energies(&target, |t, i| baseline.get(t * width + i).map_or(f64::NAN, |v| (*v).into()));
             let bad = floor::pools(&energies).into_iter().find(|(_, _, energy)| energy.share() > 1.0);
@@ -157,7 +163,10 @@ fn against(logits: &[f32], vocab: usize) -> impl Fn(usize, usize) -> f64 {
     move |t, i| logits.get(t * vocab + i).map_or(f64::NAN, |v| f64::from(*v))
 }
 
-/// All ranks' captures of a place put together.
-fn joined(run: &Fed, place: Place) -> Result<Captured, UnshardError> {
-    unshard(&run.ranks.iter().filter_map(|rank| rank.get(&place)).collect::<Vec<_>>())
+/// All ranks' captures of a place put together, or why they cannot be.
+fn joined(run: &Fed, place: Place) -> Result<Captured, String> {
+    if let Some(rank) = run.ranks.iter().position(|rank| !rank.contains_key(&place)) {
+        return Err(format!("rank {rank} holds nothing"));
+    }
+    unshard(&run.ranks.iter().filter_map(|rank| rank.get(&place)).collect::<Vec<_>>()).map_err(|e| e.to_string())
 }

@@ -16,13 +16,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::VerifyError;
-use super::drive::{Fed, Feed, Listen, Parting, feed};
+use super::drive::{Difference, Fed, Feed, Listen, Place, feed};
 use super::subject::{Progress, Subject};
 use super::verdict::{Check, StageReport, Verdict};
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, Options};
 use crate::probe::capture::Filter;
-use crate::probe::{Layout, Point, Values};
+use crate::probe::{Layout, Point};
 
 /// One part of the stage; it adds its checks.
 type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
@@ -88,9 +88,14 @@ struct Bench<'a> {
     checks: Vec<Check>,
 }
 
-/// Everything but the sums that a fused residual and norm keeps inside: to listen there takes the fusion apart.
+/// The sums that a fused residual and norm keeps inside: to listen there takes the fusion apart.
+fn is_inside(point: Point) -> bool {
+    matches!(point, Point::Residual | Point::Output)
+}
+
+/// Everything else.
 fn not_inside() -> Filter {
-    Arc::new(|point, _| !matches!(point, Point::Residual | Point::Output))
+    Arc::new(|point, _| !is_inside(point))
 }
 
 impl<'a> Bench<'a> {
@@ -112,9 +117,20 @@ impl<'a> Bench<'a> {
     /// Three runs, with and without a listener. False if they differ: nothing can be judged then.
     fn repeat(&mut self) -> Result<bool, VerifyError> {
         let (name, ids) = ("three runs bit-equal", &self.subject.ids);
+        let points = self.base.ranks.iter().map(|r| r.len()).sum::<usize>();
+        if points == 0 {
+            let detail = "the engine showed no point of its forward pass; nothing else was judged";
+            self.checks.push(Check::new(name, Verdict::Unmeasured, detail));
+            return Ok(false);
+        }
         for _ in 0..2 {
             let again = self.digests(&Feed::whole(ids))?;
-            if let Some(parting) = self.base.parts_from(&again) {
+            if let Some(parting) = self.base.parts_from(&again, 0..ids.len()) {
+                if parting.what != Difference::Bits {
+                    let detail = format!("the runs do not show the same: {parting}; nothing else was judged");
+                    self.checks.push(Check::new(name, Verdict::Unmeasured, detail));
+                    return Ok(false);
+                }
                 let detail = format!("the same input gives other bits: {parting}; nothing else was judged");
                 self.checks.push(Check::new(name, Verdict::Nondeterministic, detail));
                 return Ok(false);
@@ -132,7 +148,6 @@ impl<'a> Bench<'a> {
                 return Ok(false);
             }
         }
-        let points = self.base.ranks.iter().map(|r| r.len()).sum::<usize>();
         self.checks.push(Check::exact(name, true, format!("{points} points on {} ranks, all rows", self.subject.tp)));
         Ok(true)
     }
@@ -144,12 +159,19 @@ impl<'a> Bench<'a> {
             self.checks.push(Check::new(name, Verdict::NotApplicable, "one rank"));
             return Ok(());
         };
-        let replicated = || first.iter().filter(|(place, _)| place.point.layout() == Layout::Replicated);
-        let odd = replicated().find_map(|(place, own)| {
+        // Both what the first rank holds and what any other holds: "three runs" has seen that all hold the same places.
+        let replicated: Vec<_> =
+            self.base.places().into_iter().filter(|place| place.point.layout() == Layout::Replicated).collect();
+        if replicated.is_empty() {
+            self.checks.push(Check::new(name, Verdict::Unmeasured, "no replicated point was shown"));
+            return Ok(());
+        }
+        let odd = replicated.iter().find_map(|place| {
+            let Some(own) = first.get(place) else { return Some(format!("{place}: rank 0 holds nothing")) };
             let rank = others.iter().position(|other| other.get(place).is_none_or(|o| o.values != own.values))?;
             Some(format!("{place}: rank {} differs from rank 0", rank + 1))
         });
-        let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated().count()));
+        let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated.len()));
         self.checks.push(Check::exact(name, odd.is_none(), detail));
         Ok(())
     }
@@ -167,16 +189,21 @@ impl<'a> Bench<'a> {
         let name = "fused = composed";
         if self.exact {
             let composed = feed(&mut self.engine, &whole, &Listen::Digests(Arc::new(|_, _| true)))?;
-            let part = self.base.parts_from(&composed);
-            let detail = part.map_or("residual and norm: same bits".into(), |p| {
-                format!("residual and norm in one operation and in two: {p}")
-            });
-            self.checks.push(Check::exact(name, part.is_none(), detail));
+            let inside = composed.only(is_inside).places().len();
+            let part = self.base.parts_from(&composed.only(|p| !is_inside(p)), 0..self.subject.ids.len());
+            let check = match part {
+                Some(p) => Check::exact(name, false, format!("residual and norm in one operation and in two: {p}")),
+                None if inside == 0 => {
+                    Check::new(name, Verdict::Unmeasured, "no sum inside was shown, so nothing was taken apart")
+                }
+                None => Check::exact(name, true, "residual and norm: same bits"),
+            };
+            self.checks.push(check);
         } else {
             // Both sums are asked for, and so the operation comes apart; the run beside it keeps it whole.
             let apart: Filter =
                 Arc::new(|point, _| point.is_choice() || matches!(point, Point::Residual | Point::Output));
-            let check = self.freely(name, |engine, listen| match listen {
+            let check = self.freely(name, &[], |engine, listen| match listen {
                 Listen::Replace(with, _) => feed(engine, &whole, &Listen::Replace(with.clone(), apart)),
                 other => feed(engine, &whole, other),
             })?;
@@ -193,10 +220,13 @@ impl<'a> Bench<'a> {
     fn chunks(&mut self) -> Result<(), VerifyError> {
         let top_k = self.engine.config().top_k;
         // A page and one, so that pages fill in the middle of a step; a small prime; and a cut where choosing begins.
-        for chunks in [vec![PAGE + 1], vec![7], vec![top_k, 5]] {
-            if chunks[0] >= self.subject.ids.len() {
-                continue;
-            }
+        let mut all = vec![vec![PAGE + 1], vec![7], vec![top_k, 5]];
+        all.retain(|chunks| chunks[0] < self.subject.ids.len());
+        if all.is_empty() {
+            let reason = format!("no chunk is shorter than the prompt of {} tokens", self.subject.ids.len());
+            self.checks.push(Check::new("chunked = whole", Verdict::NotApplicable, reason));
+        }
+        for chunks in all {
             let name = match chunks[..] {
                 [first, then] => format!("chunked = whole ({first}, then {then} tokens)"),
                 _ => format!("chunked = whole ({} tokens)", chunks[0]),
@@ -226,7 +256,7 @@ impl<'a> Bench<'a> {
         let mut bad = None;
         for length in &lengths {
             let run = self.digests(&Feed::whole(&ids[..*length]))?;
-            if let Some(parting) = run.parts_from(&self.base) {
+            if let Some(parting) = run.parts_from(&self.base, 0..*length) {
                 bad = Some(format!("LENGTH_DEPENDENCE: first bad length {length}: {parting}"));
                 break;
             }
@@ -251,7 +281,7 @@ impl<'a> Bench<'a> {
     fn same(&mut self, name: &str, kind: &str, other: &Feed<'_>) -> Result<(), VerifyError> {
         let check = if self.exact {
             let run = self.digests(other)?;
-            let part = run.parts_from(&self.base);
+            let part = run.parts_from(&self.base, 0..self.subject.ids.len());
             let steps = other.cuts();
             let detail = part.map_or(format!("same bits; steps: {}", steps.len()), |p| {
                 let chunk = steps.iter().position(|c| c.contains(&p.row)).unwrap_or(0);
@@ -259,7 +289,7 @@ impl<'a> Bench<'a> {
             });
             Check::exact(name, part.is_none(), detail)
         } else {
-            let mut check = self.freely(name, |engine, listen| feed(engine, other, listen))?;
+            let mut check = self.freely(name, &[], |engine, listen| feed(engine, other, listen))?;
             if check.verdict == Verdict::Divergent {
                 check.detail = format!("{kind}: {}", check.detail);
             }
@@ -282,12 +312,14 @@ impl<'a> Bench<'a> {
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(not_inside()))?;
         // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
         let check = if self.exact {
-            let bad = within(&run, &self.base, 0..short);
+            let bad = shared(&run).parts_from(&shared(&self.base), 0..short);
             let detail = bad.map_or(format!("same bits at all {short} tokens"), |p| format!("other bits: {p}"));
             Check::exact(name, bad.is_none(), detail)
         } else {
             let first = &subject.ids[..short];
-            self.freely(name, |_, listen| feed(&mut engine, &Feed::whole(first), listen))?
+            // Only one of the two chooses keys, and here it chooses all.
+            let keys: Vec<Place> = (0..engine.config().layers).map(|l| Place::new(Point::IndexTopk, Some(l))).collect();
+            self.freely(name, &keys, |_, listen| feed(&mut engine, &Feed::whole(first), listen))?
         };
         self.checks.push(check);
         let name = "sparse attention is active";
@@ -298,7 +330,10 @@ impl<'a> Bench<'a> {
             let reason = format!("the prompt of {} tokens does not exceed top-k {top_k}", subject.ids.len());
             Check::new(name, Verdict::Inactive, reason)
         } else {
-            match within(&run, &self.base, top_k..subject.ids.len()) {
+            match shared(&run).parts_from(&shared(&self.base), top_k..subject.ids.len()) {
+                Some(p) if p.what != Difference::Bits => {
+                    Check::new(name, Verdict::Unmeasured, format!("the runs do not show the same: {p}"))
+                }
                 Some(p) => {
                     let detail = format!("with {} tokens over top-k, dense differs: {p}", subject.ids.len() - top_k);
                     Check::exact(name, true, detail)
@@ -319,18 +354,9 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Where two runs part within these rows.
-fn within(a: &Fed, b: &Fed, rows: std::ops::Range<usize>) -> Option<Parting> {
-    let cut = |fed: &Fed| {
-        let mut fed = fed.clone();
-        for captured in fed.ranks.iter_mut().flat_map(|rank| rank.values_mut()) {
-            if let Values::I32(v) = &mut captured.values {
-                *v = v.chunks_exact(2).take(rows.end).skip(rows.start).flatten().copied().collect();
-            }
-        }
-        fed
-    };
-    cut(a).parts_from(&cut(b)).map(|parting| Parting { row: parting.row + rows.start, ..parting })
+/// What sparse and dense attention both do: everything but the indexer and its choices.
+fn shared(fed: &Fed) -> Fed {
+    fed.only(|point| !point.is_indexer())
 }
 
 /// Other sequences with other ids, one longer than the other: were their keys read by mistake, the bits would change.

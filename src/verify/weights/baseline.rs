@@ -10,10 +10,10 @@ use lockstep_reference::{RefError, Weights};
 use ndarray::{Array2, ArrayView1};
 use rayon::prelude::*;
 
-use super::expected::Oracle;
+use super::expected::{Oracle, is_expert_stack};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Binding, Checkpoint};
-use crate::model::{Kind, Param, params};
+use crate::model::{Config, Kind, Param, params};
 use crate::quant::QuantType;
 use crate::verify::pairing::reference_of;
 use crate::verify::verdict::{Check, StageReport, Verdict};
@@ -81,8 +81,10 @@ pub(super) fn compare(
     let baseline = Oracle::new(&raw)?;
     let c = subject.checkpoint.config();
     let both = |p: &Param| subject.checkpoint.binding(*p).is_some() && other.binding(*p).is_some();
-    let wanted = |p: &Param| subject.wants_layer(p.layer) && both(p);
-    let all: Vec<Param> = params::of_trunk(c).into_iter().chain(params::of_mtp(c)).filter(wanted).collect();
+    let wanted = |p: &Param| subject.wants_layer(p.layer);
+    let typed = |p: &Param| file_type(&subject.checkpoint, *p).is_some() && file_type(other, *p).is_some();
+    let (all, left_out): (Vec<Param>, Vec<Param>) =
+        params::of_trunk(c).into_iter().chain(params::of_mtp(c)).filter(wanted).partition(|p| both(p) && typed(p));
     let fits = |p: &Param| {
         let name = reference_of(p.kind);
         shape(&target.config, name) == shape(&baseline.config, name) && target.config.experts == baseline.config.experts
@@ -121,7 +123,7 @@ pub(super) fn compare(
         let report = StageReport::new("weights", "another checkpoint", vec![check]);
         return Ok(StageReport { made: compared.len(), ..report });
     }
-    let mut checks = Vec::new();
+    let mut checks: Vec<Check> = not_compared(c, &left_out).collect();
     for c in &wrong {
         let why = explain(target, &baseline, c)?;
         let numbers = format!("relative L2 {:.4}, limit {:.4} for {}", c.relative, c.limit, c.ty);
@@ -139,6 +141,20 @@ fn kind_of(all: &[Param], name: &str) -> lockstep_reference::Param {
     reference_of(kind)
 }
 
+/// Parameters that only one of the checkpoints holds, or in a type that cannot be read: those of the trunk were to be
+/// compared, the MTP block may be missing.
+fn not_compared(c: &Config, left_out: &[Param]) -> impl Iterator<Item = Check> {
+    let is_mtp = |p: &Param| p.layer.is_some_and(|layer| layer >= c.layers);
+    let (mtp, trunk): (Vec<Param>, Vec<Param>) = left_out.iter().partition(|p| is_mtp(p));
+    let check = |(name, verdict, params): (&str, Verdict, Vec<Param>)| {
+        let first = params.first()?;
+        let detail = format!("{} parameters have no readable counterpart, {first} first", params.len());
+        Some(Check::new(name, verdict, detail))
+    };
+    let lists = [("trunk = baseline", Verdict::Unmeasured, trunk), ("MTP = baseline", Verdict::NotApplicable, mtp)];
+    lists.into_iter().filter_map(check)
+}
+
 /// The type in the file, also of parameters that are derived on load.
 fn file_type(checkpoint: &Checkpoint, param: Param) -> Option<QuantType> {
     let name = match checkpoint.binding(param)? {
@@ -153,7 +169,7 @@ fn matrix(model: &Oracle<'_>, param: Param, index: usize) -> Result<Array2<f32>,
     let (weights, name) = (model.weights(), reference_of(param.kind));
     Ok(match (param.kind, shape(&model.config, name).len()) {
         (Kind::KB | Kind::VB, _) => weights.heads(param.layer, name)?.index_axis(ndarray::Axis(0), index).to_owned(),
-        (kind, _) if kind.is_expert_stack() => (*weights.expert(param.layer, name, index)?).clone(),
+        _ if is_expert_stack(name) => (*weights.expert(param.layer, name, index)?).clone(),
         (_, 1) => weights.vector(param.layer, name)?.view().insert_axis(ndarray::Axis(0)).to_owned(),
         _ => (*weights.matrix(param.layer, name)?).clone(),
     })
@@ -162,7 +178,7 @@ fn matrix(model: &Oracle<'_>, param: Param, index: usize) -> Result<Array2<f32>,
 fn stack(model: &Oracle<'_>, kind: Kind) -> usize {
     match kind {
         Kind::KB | Kind::VB => model.config.heads,
-        kind if kind.is_expert_stack() => model.config.experts,
+        kind if is_expert_stack(reference_of(kind)) => model.config.experts,
         _ => 1,
     }
 }

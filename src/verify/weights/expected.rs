@@ -1,14 +1,16 @@
 //! What a rank must hold, by the reference's own names, rules and dequantisers over the raw file. Nothing here asks the
-//! engine's plan, name table or configuration.
+//! engine's plan, name table or configuration. Which parameters there are, which of them are stacks and which may be
+//! plain is said here once more: a parameter that the engine forgets, or keeps in a form of its own, must not vanish
+//! from the check with it.
 
 use std::ops::Range;
 
 use lockstep_reference::config::{Eps, RefConfig};
 use lockstep_reference::dequant::block_format;
-use lockstep_reference::names::whole_kv_b;
+use lockstep_reference::names::{self, whole_kv_b};
 use lockstep_reference::slice::{Cut, ExpertSplit, Placement, Split, cut, cut_values, placement};
 use lockstep_reference::weights::{file_tensor, shape};
-use lockstep_reference::{Format, ModelWeights, RawModel, RawTensor, RefError, Weights};
+use lockstep_reference::{Format, ModelWeights, Param as RefParam, RawModel, RawTensor, RefError, Weights};
 
 use crate::checkpoint::oracle::Raw;
 use crate::model::Param;
@@ -65,6 +67,13 @@ impl<'a> Oracle<'a> {
         &self.weights
     }
 
+    /// Every parameter of the trunk: embedding, layers, final norm, head.
+    pub fn trunk(&self) -> Vec<(Option<usize>, RefParam)> {
+        let c = &self.config;
+        let of = |layer| names::ALL.into_iter().filter(move |p| exists(c, *p, layer)).map(move |p| (layer, p));
+        of(None).chain((0..c.layers).flat_map(|layer| of(Some(layer)))).collect()
+    }
+
     /// The part of rank `rank` of `tp`.
     pub fn expected(&self, param: Param, tp: usize, rank: usize) -> Result<Expected, RefError> {
         let (c, name) = (&self.config, reference_of(param.kind));
@@ -79,7 +88,8 @@ impl<'a> Oracle<'a> {
             format,
         };
         let tensors = self.tensors(param)?;
-        if param.kind.is_plain() {
+        // Whether the engine keeps a small parameter plain is its own choice; that of a large one is not.
+        if param.kind.is_plain() && may_be_plain(c, name) {
             let placement = placement(c, name, split)?;
             let mut bytes = Vec::new();
             for (file_name, tensor) in &tensors {
@@ -146,11 +156,38 @@ impl<'a> Oracle<'a> {
     pub fn tensors(&self, param: Param) -> Result<Vec<(String, RawTensor<'_>)>, RefError> {
         let name = reference_of(param.kind);
         let find = |expert| file_tensor(self.raw, &self.config, param.layer, name, expert);
-        if param.kind.is_expert_stack() && self.raw.format() == Format::Hf {
+        if is_expert_stack(name) && self.raw.format() == Format::Hf {
             return (0..self.config.experts).filter_map(|e| find(Some(e)).transpose()).collect();
         }
         Ok(find(None)?.into_iter().collect())
     }
+}
+
+/// Whether the trunk has a parameter outside the layers (`None`), or in a layer of it.
+fn exists(c: &RefConfig, param: RefParam, layer: Option<usize>) -> bool {
+    use RefParam::*;
+    let Some(layer) = layer else { return matches!(param, Embed | FinalNorm | Head) };
+    match param {
+        Embed | FinalNorm | Head => false,
+        AttnNorm | QA | QANorm | QB | KvA | KvANorm | KB | VB | O | FfnNorm => true,
+        // Shared layers take the choice of the last full one.
+        IndexQB | IndexK | IndexKNormW | IndexKNormB | IndexProj => c.index_full.get(layer).copied().unwrap_or(false),
+        Gate | Up | Down => !c.is_moe(layer),
+        Router | RouterBias | GateExps | UpExps | DownExps => c.is_moe(layer),
+        GateShared | UpShared | DownShared => c.is_moe(layer) && c.shared_experts > 0,
+        // Those of the MTP layers, which come after the trunk.
+        EhProj | ENorm | HNorm | MtpHeadNorm => false,
+    }
+}
+
+/// Parameters that may be kept as f32 whatever the file's type is: vectors, and the router, whose logits decide choices.
+fn may_be_plain(c: &RefConfig, param: RefParam) -> bool {
+    param == RefParam::Router || shape(c, param).len() == 1
+}
+
+/// Parameters of which each expert has its own.
+pub(super) fn is_expert_stack(param: RefParam) -> bool {
+    matches!(param, RefParam::GateExps | RefParam::UpExps | RefParam::DownExps)
 }
 
 /// A tensor's values as little-endian f32, by the reference's dequantiser.
@@ -163,4 +200,34 @@ fn plain(name: &str, tensor: &RawTensor<'_>) -> Result<Vec<u8>, RefError> {
         found: format!("{} bytes", tensor.bytes.len()),
     })?;
     Ok(values.iter().flat_map(|v| v.to_le_bytes()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Checkpoint;
+
+    /// The trunk of a golden model, and what of it may be plain.
+    fn trunk(golden: &str) -> (Vec<(Option<usize>, RefParam)>, Vec<RefParam>) {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens").join(golden);
+        let checkpoint = Checkpoint::open(Some(&path)).expect("a golden model");
+        let raw = Raw(checkpoint.source());
+        let oracle = Oracle::new(&raw).expect("the reference reads it");
+        let plain = names::ALL.into_iter().filter(|p| may_be_plain(&oracle.config, *p)).collect();
+        (oracle.trunk(), plain)
+    }
+
+    #[test]
+    fn layers_have_what_their_kind_has() {
+        use RefParam::*;
+        let (all, plain) = trunk("models/nano52-Q2_K.gguf");
+        let layers = |param| all.iter().filter(|(_, p)| *p == param).map(|(l, _)| *l).collect::<Vec<_>>();
+        assert_eq!([layers(Embed), layers(FinalNorm), layers(Head)], [vec![None], vec![None], vec![None]]);
+        assert_eq!(layers(QB).len(), layers(Gate).len() + layers(Router).len());
+        assert!(!layers(IndexK).is_empty() && layers(IndexK).len() < layers(QB).len(), "shared layers have no indexer");
+        assert!(layers(Gate).iter().all(|l| !layers(DownExps).contains(l) && !layers(UpShared).contains(l)));
+        assert!(layers(EhProj).is_empty());
+        let vectors = [AttnNorm, QANorm, KvANorm, IndexKNormW, IndexKNormB, FfnNorm, Router, RouterBias, FinalNorm];
+        assert_eq!(plain, [&vectors[..], &[ENorm, HNorm, MtpHeadNorm]].concat());
+    }
 }

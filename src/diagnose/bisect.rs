@@ -93,18 +93,18 @@ pub struct Bisection {
 /// # Errors
 /// An engine that cannot run, a reference that cannot read the model.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
-    if subject.target.is_none() {
-        if let Some(place) = nondeterminism(subject, progress)? {
-            return Ok(Bisection {
-                verdict: Verdict::Nondeterministic,
-                culprit: None,
-                others: Vec::new(),
-                judged: 0,
-                unmeasured: 0,
-                sparse: None,
-                parts_at: Some(place),
-            });
-        }
+    if subject.target.is_none()
+        && let Some(place) = nondeterminism(subject, progress)?
+    {
+        return Ok(Bisection {
+            verdict: Verdict::Nondeterministic,
+            culprit: None,
+            others: Vec::new(),
+            judged: 0,
+            unmeasured: 0,
+            sparse: None,
+            parts_at: Some(place),
+        });
     }
     let raw = Raw(subject.checkpoint.source());
     let config = RefConfig::from_raw(&raw, eps_of(subject))?;

@@ -68,11 +68,11 @@ pub(crate) fn judge_op(
         Err(Unjudged::WrongShape(why)) => return Ok(unjudged(Verdict::Divergent, why)),
     };
     let mut finding = slices.finding(point, layer);
-    if finding.verdict == Verdict::Divergent {
-        if let Some(who) = documented_disagreement(judge, trace, point, layer, subject)? {
-            finding.verdict = Verdict::Drift;
-            finding.detail = format!("{}; {who}", finding.detail);
-        }
+    if finding.verdict == Verdict::Divergent
+        && let Some(who) = documented_disagreement(judge, trace, point, layer, subject)?
+    {
+        finding.verdict = Verdict::Drift;
+        finding.detail = format!("{}; {who}", finding.detail);
     }
     Ok(finding)
 }
@@ -248,10 +248,10 @@ fn documented_disagreement(
             continue; // the policy that it was judged by
         }
         let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
-        if let Ok(slices) = Slices::collect(&other, trace, point, layer, &unchanged, None)? {
-            if slices.finding(point, layer).verdict == Verdict::Match {
-                return Ok(Some(format!("{who}: the references themselves disagree here")));
-            }
+        if let Ok(slices) = Slices::collect(&other, trace, point, layer, &unchanged, None)?
+            && slices.finding(point, layer).verdict == Verdict::Match
+        {
+            return Ok(Some(format!("{who}: the references themselves disagree here")));
         }
     }
     Ok(None)

@@ -119,6 +119,9 @@ pub struct Judge<'a> {
     pub every: &'a [usize],
 }
 
+/// The reference's values, `[rows][width]`, and one floor per row.
+pub type Floored = (Vec<f64>, Vec<f64>);
+
 /// Why an operation cannot be judged: no data is never a pass.
 #[derive(Debug)]
 pub enum Unjudged {
@@ -151,7 +154,7 @@ impl Judge<'_> {
         &self,
         name: &str,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
-    ) -> Result<Result<(Vec<f64>, Vec<f64>), Unjudged>, VerifyError> {
+    ) -> Result<Result<Floored, Unjudged>, VerifyError> {
         let Some(inputs) = self.inputs(name) else { return Ok(Err(Unjudged::NoSuchPoint)) };
         for input in &inputs {
             let Some(array) = seen(input) else {
@@ -195,7 +198,7 @@ impl Judge<'_> {
         name: &str,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
         tp: usize,
-    ) -> Result<Result<Vec<(Vec<f64>, Vec<f64>)>, Unjudged>, VerifyError> {
+    ) -> Result<Result<Vec<Floored>, Unjudged>, VerifyError> {
         let split = ExpertSplit::Tensor;
         let run = |arith: Arith| -> Result<Vec<Vec<f64>>, ReplayError> {
             let ranks = partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split)?;

@@ -531,8 +531,8 @@ mod tests {
         let (x_rows, y_rows) = ([9, 0, 3, 3, 7], [1, 4, 0, 2, 8]);
         let mut y = vec![-7.0; 9 * 11];
         let x = Strided { data: &data, offset, stride };
-        let rows = JobRows::Listed { x: &x_rows, y: &y_rows };
-        matmul_all(&[Job { w, x, rows, y_offset: 2 }], &mut y, 11).unwrap();
+        let listed = JobRows::Listed { x: &x_rows, y: &y_rows };
+        matmul_all(&[Job { w, x, rows: listed, y_offset: 2 }], &mut y, 11).unwrap();
         for (from, to) in x_rows.into_iter().zip(y_rows) {
             let at = to as usize * 11 + 2;
             let alone = run(&w, &data[offset + from as usize * stride..][..cols], 1);

@@ -117,6 +117,10 @@ fn hostile_descriptions_are_refused() {
         |i| entry(i, at, 0)["shape"][1] = json!(17),
         &["rank0.safetensors", at, "shape: expected [5, 17]"],
     );
+    let head = "layers.1.attn.q_raw";
+    for shape in [json!([5, 1u64 << 60, 0]), json!([5, 0, 0]), json!([5, 1u64 << 40, 1u64 << 40])] {
+        refused("size", |i| entry(i, head, 0)["shape"] = shape, &["dump.json", head, "axes of at least 1", "[5, "]);
+    }
     refused("axes", |i| entry(i, at, 0)["shape"] = json!([5]), &[at, "1 axes"]);
     for path in ["../rank0.safetensors", "/etc/passwd", "..", "", "a/b"] {
         refused("file", |i| entry(i, at, 0)["file"] = json!(path), &[at, "file of the dump's own folder"]);

@@ -20,6 +20,11 @@ use std::time::Instant;
 
 use common::{inspect, pico_shard, tiny};
 use lockstep::checkpoint::Checkpoint;
+use lockstep::checkpoint::oracle::Raw;
+use lockstep::device::Device;
+use lockstep::device::cpu::CpuDevice;
+use lockstep::gguf::value::{Array, Value};
+use lockstep_reference::config::{Eps, RefConfig};
 
 /// One hostile file or folder.
 pub struct Case {
@@ -139,6 +144,60 @@ fn unharmed_files_open() {
     for path in all.into_iter().chain((1..=4).map(pico_shard)) {
         inspect_within(LIMIT_KIB, &path).exits(0).says("Whole: ");
     }
+}
+
+/// What two readings of a model's rope base and dense width say, which must be the same.
+fn both_read(path: &Path) -> (f64, usize) {
+    let checkpoint = Checkpoint::open(Some(path)).unwrap();
+    let (engine, reference) = (checkpoint.config(), RefConfig::from_raw(&Raw(checkpoint.source()), Eps::File).unwrap());
+    assert_eq!((engine.rope_base, engine.ffn), (reference.rope_theta, reference.ffn));
+    assert_eq!((engine.expert_ffn, engine.heads), (reference.moe_ffn, reference.heads));
+    (engine.rope_base, engine.ffn)
+}
+
+/// Numbers may stand once per layer, and where no layer uses one it may be any.
+#[test]
+fn numbers_by_layer_are_read_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    for (key, list) in [
+        ("feed_forward_length", [64, 0, 7]),
+        ("expert_feed_forward_length", [0, 32, 32]),
+        ("attention.head_count", [2, 2, 2]),
+        ("attention.key_length", [40, 40, 40]),
+        ("expert_used_count", [2, 2, 2]),
+    ] {
+        let model = tiny().set(&format!("glm-dsa.{key}"), Value::Array(Array::U32(list.to_vec())));
+        assert_eq!(both_read(&model.write(folder.path(), "layers.gguf")), (1e6, 64), "{key}");
+    }
+    let unscaled = tiny().set("glm-dsa.rope.scaling.type", Value::Str("none".into()));
+    let unscaled = unscaled.set("glm-dsa.rope.scaling.factor", Value::F32(1.0));
+    assert_eq!(both_read(&unscaled.write(folder.path(), "unscaled.gguf")), (1e6, 64));
+}
+
+#[test]
+fn forms_of_the_same_config_are_read_alike() {
+    for (what, config) in folders::harmless() {
+        let folder = tempfile::tempdir().unwrap();
+        folders::write_valid(folder.path());
+        common::put(folder.path(), "config.json", config.to_string().as_bytes());
+        assert_eq!(both_read(folder.path()), (1e6, 64), "{what}");
+    }
+}
+
+/// A buffer of a size that no file confirmed ends in an error that names it, not in an abort.
+#[test]
+fn absurd_buffers_are_errors() {
+    let device = CpuDevice::new(3);
+    for (rows, width) in [(usize::MAX, 2), (1 << 32, 1 << 32), (1, 1 << 39), (512, 1 << 31)] {
+        let wanted = [format!("{rows} rows of {width} values"), "rank 3".into()];
+        for message in
+            [device.buf(rows, width).unwrap_err().to_string(), device.index(rows, width).unwrap_err().to_string()]
+        {
+            assert!(wanted.iter().all(|w| message.contains(w.as_str())), "{message}");
+        }
+    }
+    assert_eq!(device.read_index(&device.index(2, 3).unwrap(), 2).unwrap(), [-1; 6]);
+    assert_eq!(device.read(&device.buf(2, 3).unwrap(), 2, 0..3).unwrap(), [0.0; 6]);
 }
 
 /// The memory limit of the cases is a real one: a fraction of it stops the same binary on a good file.

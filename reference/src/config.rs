@@ -182,8 +182,14 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     let keys = Keys { raw, prefix: "" };
     keys.must_be("general.architecture", "glm-dsa")?;
     let keys = Keys { raw, prefix: "glm-dsa." };
-    if let Some(scaling) = keys.get("rope.scaling.type").filter(|s| s.as_text() != Some("none")) {
+    if let Some(scaling) = keys.get("rope.scaling.type").filter(|s| !matches!(s.as_text(), Some("none" | "default"))) {
         return Err(keys.wrong("rope.scaling.type", "no rope scaling", &scaling));
+    }
+    for key in ["rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scale_linear"]
+    {
+        if let Some(factor) = keys.get(key).filter(|f| f.as_real() != Some(1.0)) {
+            return Err(keys.wrong(key, "1 (no rope scaling)", &factor));
+        }
     }
     let blocks = keys.layers("block_count")?;
     let mtp_layers = keys.optional("nextn_predict_layers", Keys::count_or_zero)?.unwrap_or(0);
@@ -255,15 +261,23 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
 fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     let keys = Keys { raw, prefix: "" };
     keys.must_be("model_type", "glm_moe_dsa")?;
-    for (key, value) in [("rope_parameters.rope_type", "default"), ("hidden_act", "silu"), ("topk_method", "noaux_tc")]
-    {
+    let fixed = [
+        ("rope_parameters.rope_type", "default"),
+        ("rope_parameters.type", "default"),
+        ("hidden_act", "silu"),
+        ("topk_method", "noaux_tc"),
+    ];
+    for (key, value) in fixed {
         if keys.get(key).is_some() {
             keys.must_be(key, value)?;
         }
     }
-    if keys.get("moe_layer_freq").is_some() {
-        keys.agrees("moe_layer_freq", 1)?;
+    for key in ["rope_scaling", "rope_scaling.type", "rope_scaling.rope_type", "rope_scaling.factor"] {
+        if let Some(scaling) = keys.get(key) {
+            return Err(keys.wrong(key, "no rope scaling", &scaling));
+        }
     }
+    keys.agrees("moe_layer_freq", 1)?;
     let layers = keys.layers("num_hidden_layers")?;
     let dense_layers = keys.count_or_zero("first_k_dense_replace")?;
     let (nope, rope) = (keys.count("qk_nope_head_dim")?, keys.count("qk_rope_head_dim")?);
@@ -296,7 +310,17 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
             false => RopeStyle::HalfSplit,
         })
     };
-    let theta_key = if keys.get("rope_theta").is_some() { "rope_theta" } else { "rope_parameters.rope_theta" };
+    let rope_theta = match (keys.get("rope_parameters.rope_theta"), keys.get("rope_theta")) {
+        (None, Some(_)) => keys.real("rope_theta")?,
+        (Some(_), Some(outer)) => {
+            let inner = keys.real("rope_parameters.rope_theta")?;
+            if keys.real("rope_theta")? != inner {
+                return Err(keys.wrong("rope_theta", format!("{inner}, as in rope_parameters"), &outer));
+            }
+            inner
+        }
+        _ => keys.real("rope_parameters.rope_theta")?,
+    };
     Ok(RefConfig {
         layers,
         mtp_layers: keys.optional("num_nextn_predict_layers", Keys::count_or_zero)?.unwrap_or(0),
@@ -323,7 +347,7 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         index_dim: keys.count("index_head_dim")?,
         top_k: keys.count("index_topk")?,
         index_full,
-        rope_theta: keys.real(theta_key)?,
+        rope_theta,
         rope_style: style("rope_interleave")?,
         index_rope_style: style("indexer_rope_interleave")?,
         eps: keys.real("rms_norm_eps")?,
@@ -336,6 +360,14 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
 /// GLM-5.2's rule: layer i is full where max(i - offset + 1, 0) is a multiple of `freq`.
 fn every_fourth(layers: usize, offset: usize, freq: usize) -> Vec<bool> {
     (0..layers).map(|i| (i + 1).saturating_sub(offset).is_multiple_of(freq)).collect()
+}
+
+/// What a list with one entry per layer says for every layer; a list of different entries, and all else, as it is.
+fn everywhere(meta: &Meta) -> &Meta {
+    match meta {
+        Meta::Array(list) if !list.is_empty() && list.iter().all(|entry| *entry == list[0]) => &list[0],
+        _ => meta,
+    }
 }
 
 /// Metadata under a prefix, with errors that name the whole key.
@@ -361,8 +393,9 @@ impl Keys<'_> {
         self.get(key).map(|_| read(self, key)).transpose()
     }
 
+    /// A size, or a list of one per layer that says the same for all.
     fn size(&self, key: &str, meta: &Meta, least: u64, most: u64) -> Result<usize, RefError> {
-        let n = meta.as_count().filter(|n| (least..=most).contains(n));
+        let n = everywhere(meta).as_count().filter(|n| (least..=most).contains(n));
         n.map(|n| n as usize).ok_or_else(|| self.wrong(key, format!("an integer from {least} to {most}"), meta))
     }
 
@@ -378,10 +411,14 @@ impl Keys<'_> {
         self.size(key, &self.need(key, "a count")?, 1, MOST_LAYERS)
     }
 
-    /// A count that may be one number, or a list with one per layer that agrees over `layers`.
+    /// A count that may be one number, or a list with one per layer that agrees over `layers`, which use it; over all
+    /// where none does.
     fn count_in(&self, key: &str, layers: std::ops::Range<usize>) -> Result<usize, RefError> {
         let meta = self.need(key, "a count")?;
-        let Meta::Array(list) = &meta else { return self.size(key, &meta, 1, LARGEST) };
+        let list = match &meta {
+            Meta::Array(list) if !layers.is_empty() => list,
+            _ => return self.size(key, &meta, 1, LARGEST),
+        };
         let part = list.get(layers.clone()).filter(|part| !part.is_empty() && part.iter().all(|v| *v == part[0]));
         let part = part.ok_or_else(|| self.wrong(key, format!("one value for layers {layers:?}"), &meta))?;
         self.size(key, &part[0], 1, LARGEST)
@@ -406,7 +443,9 @@ impl Keys<'_> {
     /// A key that says again what other keys say must say the same.
     fn agrees(&self, key: &str, value: usize) -> Result<(), RefError> {
         match self.get(key) {
-            Some(meta) if meta.as_count() != Some(value as u64) => Err(self.wrong(key, value.to_string(), &meta)),
+            Some(meta) if everywhere(&meta).as_count() != Some(value as u64) => {
+                Err(self.wrong(key, value.to_string(), &meta))
+            }
             _ => Ok(()),
         }
     }

@@ -112,6 +112,92 @@ fn per_layer_lists_must_agree() {
 }
 
 #[test]
+fn lists_that_say_the_same_for_all_layers_are_counts() {
+    let all = |n: u64| Meta::Array(vec![Meta::U64(n); 9]);
+    let mut hand = gguf();
+    set(&mut hand, "attention.head_count", all(4));
+    set(&mut hand, "attention.key_length", all(40));
+    assert_eq!(RefConfig::from_raw(&hand, Eps::File), RefConfig::from_raw(&gguf(), Eps::File));
+    let mut widths = vec![Meta::U64(0); 9];
+    widths[0] = Meta::U64(96);
+    set(&mut hand, "feed_forward_length", Meta::Array(widths.clone()));
+    assert_eq!(RefConfig::from_raw(&hand, Eps::File).expect("layer 0 alone is dense").ffn, 96);
+    // Without dense layers all entries count.
+    set(&mut hand, "leading_dense_block_count", Meta::U64(0));
+    assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+    set(&mut hand, "feed_forward_length", all(96));
+    assert_eq!(RefConfig::from_raw(&hand, Eps::File).expect("valid").ffn, 96);
+    for list in [vec![], vec![Meta::U64(4), Meta::U64(5)]] {
+        set(&mut hand, "attention.head_count", Meta::Array(list));
+        assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+    }
+}
+
+/// As `gguf`, in the keys of a `config.json`.
+fn hf() -> Hand {
+    let counts = [
+        ("num_hidden_layers", 8),
+        ("num_nextn_predict_layers", 1),
+        ("first_k_dense_replace", 1),
+        ("hidden_size", 64),
+        ("intermediate_size", 96),
+        ("moe_intermediate_size", 32),
+        ("num_attention_heads", 4),
+        ("q_lora_rank", 48),
+        ("kv_lora_rank", 32),
+        ("qk_nope_head_dim", 16),
+        ("qk_rope_head_dim", 8),
+        ("v_head_dim", 16),
+        ("n_routed_experts", 8),
+        ("num_experts_per_tok", 2),
+        ("n_shared_experts", 1),
+        ("index_n_heads", 2),
+        ("index_head_dim", 16),
+        ("index_topk", 4),
+        ("vocab_size", 100),
+    ];
+    let mut meta = HashMap::from([("model_type".into(), Meta::Str("glm_moe_dsa".into()))]);
+    meta.extend(counts.map(|(key, value)| (key.into(), Meta::U64(value))));
+    for (key, value) in [("rope_parameters.rope_theta", 1e6), ("rms_norm_eps", 1e-5), ("routed_scaling_factor", 2.5)] {
+        meta.insert(key.into(), Meta::F64(value));
+    }
+    Hand { format: Format::Hf, meta }
+}
+
+#[test]
+fn theta_has_one_place_or_one_value() {
+    let theta = |hand: &Hand| RefConfig::from_raw(hand, Eps::File).map(|c| c.rope_theta);
+    let mut hand = hf();
+    assert_eq!(theta(&hand), Ok(1e6));
+    hand.meta.insert("rope_theta".into(), Meta::U64(1_000_000));
+    assert_eq!(theta(&hand), Ok(1e6));
+    hand.meta.insert("rope_theta".into(), Meta::F64(8e6));
+    assert_eq!(theta(&hand), Err(RefError::key("rope_theta", "1000000, as in rope_parameters", "8000000")));
+    hand.meta.remove("rope_parameters.rope_theta");
+    assert_eq!(theta(&hand), Ok(8e6));
+}
+
+#[test]
+fn hf_keys_of_another_model_are_refused() {
+    for (key, value) in [
+        ("rope_parameters.rope_type", Meta::Str("yarn".into())),
+        ("rope_parameters.type", Meta::Str("yarn".into())),
+        ("rope_scaling.type", Meta::Str("linear".into())),
+        ("rope_scaling.factor", Meta::F64(4.0)),
+        ("topk_method", Meta::Str("greedy".into())),
+        ("moe_layer_freq", Meta::U64(2)),
+        ("index_topk_pattern", Meta::Str("FSSS".into())),
+    ] {
+        let mut hand = hf();
+        hand.meta.insert(key.into(), value);
+        match RefConfig::from_raw(&hand, Eps::File) {
+            Err(RefError::Key { key: named, .. }) => assert_eq!(named, key),
+            other => panic!("{key}: {other:?}"),
+        }
+    }
+}
+
+#[test]
 fn errors_name_the_key() {
     for (key, value) in [
         ("attention.key_length", Meta::U64(41)),
@@ -121,6 +207,8 @@ fn errors_name_the_key() {
         ("nextn_predict_layers", Meta::U64(9)),
         ("rope.freq_base", Meta::F64(f64::NAN)),
         ("rope.scaling.type", Meta::Str("yarn".into())),
+        ("rope.scaling.factor", Meta::F64(4.0)),
+        ("rope.scale_linear", Meta::F64(2.0)),
     ] {
         let mut hand = gguf();
         set(&mut hand, key, value);

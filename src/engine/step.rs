@@ -119,9 +119,12 @@ impl<D: Device> Forward<D> {
         let kv_a = q_a.end..q_a.end + c.cache_width();
         let index_k = kv_a.end..kv_a.end + c.index_dim;
         let index_weights = index_k.end..index_k.end + c.index_heads;
-        let moe_ffn = c.expert_ffn / tp;
+        // Widths that no layer uses are confirmed by no tensor, so nothing is sized by them.
+        let (dense, moe) = (c.dense_layers > 0, c.dense_layers < c.layers);
+        let moe_ffn = if moe { c.expert_ffn / tp } else { 0 };
         let slots = c.experts_used + usize::from(c.shared_experts > 0);
-        let (dense_ffn, shared_ffn) = (c.ffn / tp, c.shared_ffn() / tp);
+        let dense_ffn = if dense { c.ffn / tp } else { 0 };
+        let shared_ffn = if moe { c.shared_ffn() / tp } else { 0 };
         let cache = |width| CacheShape { layers: c.layers, page: room.page, pages: room.pages, width };
         let mut logits = device.buf(room.logits, c.padded_vocab(tp) / tp)?;
         let width = c.padded_vocab(tp) / tp;

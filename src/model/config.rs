@@ -99,7 +99,7 @@ pub struct Config {
     pub experts: usize,
     /// Routed experts per token.
     pub experts_used: usize,
-    /// Shared experts; they act as one of `shared_experts * expert_ffn` width.
+    /// Shared experts: 1 in this architecture.
     pub shared_experts: usize,
     /// Width of one routed expert.
     pub expert_ffn: usize,

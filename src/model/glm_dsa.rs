@@ -1,5 +1,7 @@
 //! The `glm-dsa` architecture (GLM-5 family): keys, defaults and the rules that tie them together.
 
+use std::ops::Range;
+
 use super::config::{Config, ConfigError, Fact, Gating, Indexer, Metadata};
 use crate::gguf::Value;
 
@@ -9,9 +11,12 @@ const INDEX_EPS: f64 = 1e-6;
 const HF_LATENT_EPS: f64 = 1e-6;
 /// Files without indexer types: below this context every layer is full, from it on the GLM-5.2 pattern holds.
 const CONTEXT_OF_SHARED_INDEXERS: u64 = 1_048_576;
-/// Bounds that no known model comes near; larger numbers are damage, and lists of layers, heads and experts are sized by
-/// them.
-const MOST: u64 = 1 << 31;
+/// Bounds that no known model comes near; larger numbers are damage. Lists and buffers are sized by them, also where no
+/// tensor confirms a number (top-k, experts without a layer that has some), and products of two widths and a count fit
+/// in 63 bits.
+const MOST_CONTEXT: u64 = 1 << 31;
+const MOST_WIDTH: u64 = 1 << 24;
+const MOST_TOP_K: u64 = 1 << 16;
 const MOST_BLOCKS: u64 = 1 << 10;
 const MOST_HEADS: u64 = 1 << 14;
 const MOST_EXPERTS: u64 = 1 << 14;
@@ -37,14 +42,27 @@ impl Reader<'_> {
     }
 
     fn optional(&mut self, name: &'static str, key: &str, least: u64) -> Result<Option<usize>, ConfigError> {
+        self.optional_over(name, key, least, 0..0)
+    }
+
+    /// Per-layer keys may be written as arrays. Those of `layers` use the value and must agree on it; what stands for
+    /// the others does not matter. Where no layer is named, all must agree.
+    fn optional_over(
+        &mut self,
+        name: &'static str,
+        key: &str,
+        least: u64,
+        layers: Range<usize>,
+    ) -> Result<Option<usize>, ConfigError> {
         let key = format!("{}{key}", self.prefix);
         let Some(v) = self.meta.get(&key) else { return Ok(None) };
-        // Per-layer keys may be written as arrays; all layers of this architecture are alike.
         let n = match v {
-            Value::Array(a) => a.get(0).and_then(|first| {
-                let same = (1..a.len()).all(|i| a.get(i).as_ref() == Some(&first));
-                same.then(|| first.as_u64()).flatten()
-            }),
+            Value::Array(a) => {
+                let mut layers = if layers.is_empty() { 0..a.len() } else { layers };
+                let first = a.get(layers.start);
+                let same = layers.all(|i| a.get(i) == first);
+                first.filter(|_| same).and_then(|v| v.as_u64())
+            }
             v => v.as_u64(),
         };
         let most = most(name);
@@ -58,7 +76,17 @@ impl Reader<'_> {
     }
 
     fn uint(&mut self, name: &'static str, key: &str, least: u64) -> Result<usize, ConfigError> {
-        let value = self.optional(name, key, least)?;
+        self.uint_over(name, key, least, 0..0)
+    }
+
+    fn uint_over(
+        &mut self,
+        name: &'static str,
+        key: &str,
+        least: u64,
+        layers: Range<usize>,
+    ) -> Result<usize, ConfigError> {
+        let value = self.optional_over(name, key, least, layers)?;
         value.ok_or_else(|| {
             let expected = format!("an integer from {least} and below {}", most(name));
             self.bad(&format!("{}{key}", self.prefix), &expected, None)
@@ -68,7 +96,7 @@ impl Reader<'_> {
     fn float(&mut self, name: &'static str, key: &str) -> Result<f64, ConfigError> {
         let key = format!("{}{key}", self.prefix);
         let found = self.meta.get(&key);
-        match found.and_then(|v| v.as_f64().or(v.as_u64().map(|n| n as f64)).map(|x| (v, x))) {
+        match found.and_then(|v| number(v).map(|x| (v, x))) {
             // Engines hold it as f32: what vanishes or overflows there is damage, too.
             Some((v, x)) if (x as f32).is_finite() && x as f32 > 0.0 => {
                 self.note(name, v, key); // the file's own digits, not those of the wider type
@@ -100,9 +128,29 @@ impl Reader<'_> {
         }
     }
 
+    /// An optional number of any key that must be 1, since another one makes another model.
+    fn one(&self, key: &str) -> Result<(), ConfigError> {
+        match self.meta.get(key) {
+            Some(v) if number(v) != Some(1.0) => Err(self.bad(key, "1, or no such key", Some(v))),
+            _ => Ok(()),
+        }
+    }
+
+    /// A key of any kind that must not be there, since it makes another model.
+    fn absent(&self, key: &str) -> Result<(), ConfigError> {
+        match self.meta.get(key) {
+            Some(v) => Err(self.bad(key, "no such key", Some(v))),
+            None => Ok(()),
+        }
+    }
+
     fn name(&self, key: &str) -> String {
         self.meta.get(key).and_then(Value::as_str).unwrap_or_default().to_string()
     }
+}
+
+fn number(v: &Value) -> Option<f64> {
+    v.as_f64().or(v.as_u64().map(|n| n as f64))
 }
 
 fn most(name: &str) -> u64 {
@@ -110,7 +158,9 @@ fn most(name: &str) -> u64 {
         "blocks" | "trunk layers" | "MTP blocks" => MOST_BLOCKS,
         "heads" | "indexer heads" => MOST_HEADS,
         "experts" => MOST_EXPERTS,
-        _ => MOST,
+        "context" => MOST_CONTEXT,
+        "indexer top-k" => MOST_TOP_K,
+        _ => MOST_WIDTH,
     }
 }
 
@@ -121,6 +171,11 @@ fn inconsistent(what: &str, expected: impl ToString, found: impl ToString) -> Co
 /// From a GGUF's metadata.
 pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     let mut r = Reader { meta, prefix: "glm-dsa.", facts: Vec::new() };
+    // Rope is not scaled. Without a type the other keys would act alone, so each is looked at.
+    r.choice("glm-dsa.rope.scaling.type", &["none", "default"])?;
+    for key in ["scaling.factor", "scaling.attn_factor", "scaling.yarn_attn_factor", "scale_linear"] {
+        r.one(&format!("glm-dsa.rope.{key}"))?;
+    }
     let blocks = r.uint("blocks", "block_count", 1)?;
     let mtp_layers = r.optional("MTP blocks", "nextn_predict_layers", 0)?.unwrap_or(0);
     if mtp_layers >= blocks {
@@ -146,6 +201,7 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     let from = if meta.get(gating_key).is_some() { gating_key } else { "key absent: default of glm-dsa" };
     r.note("gating", gating.name(), from);
     let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", false)?;
+    let dense_layers = r.uint("dense layers", "leading_dense_block_count", 0)?;
     let context = r.uint("context", "context_length", 1)?;
     let indexer = indexer_types(&mut r, layers, context as u64)?;
     let rms_eps = r.float("RMSNorm eps", "attention.layer_norm_rms_epsilon")? as f32;
@@ -162,7 +218,7 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         name: r.name("general.name"),
         layers,
         mtp_layers,
-        dense_layers: r.uint("dense layers", "leading_dense_block_count", 0)?,
+        dense_layers,
         hidden: r.uint("hidden", "embedding_length", 1)?,
         vocab,
         context,
@@ -172,11 +228,11 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         nope,
         rope,
         v_head,
-        ffn: r.uint("dense ffn", "feed_forward_length", 1)?,
+        ffn: r.uint_over("dense ffn", "feed_forward_length", 1, 0..dense_layers)?,
         experts: r.uint("experts", "expert_count", 1)?,
         experts_used: r.uint("experts per token", "expert_used_count", 1)?,
         shared_experts: r.uint("shared experts", "expert_shared_count", 0)?,
-        expert_ffn: r.uint("expert ffn", "expert_feed_forward_length", 1)?,
+        expert_ffn: r.uint_over("expert ffn", "expert_feed_forward_length", 1, dense_layers..blocks)?,
         groups: r.optional("expert groups", "expert_group_count", 0)?.unwrap_or(1).max(1),
         groups_used: r.optional("expert groups used", "expert_group_used_count", 0)?.unwrap_or(1).max(1),
         gating,
@@ -256,8 +312,18 @@ fn indexer_types(r: &mut Reader, layers: usize, context: u64) -> Result<Vec<Inde
 pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     let mut r = Reader { meta, prefix: "", facts: Vec::new() };
     let layers = r.uint("trunk layers", "num_hidden_layers", 1)?;
-    r.choice("rope_parameters.rope_type", &["default"])?;
+    for key in ["rope_parameters.rope_type", "rope_parameters.type"] {
+        r.choice(key, &["default"])?;
+    }
+    // A flattened object has no key of its own; one that scales anything has at least one of these.
+    for key in ["rope_scaling", "rope_scaling.rope_type", "rope_scaling.type", "rope_scaling.factor"] {
+        r.absent(key)?;
+    }
     r.choice("hidden_act", &["silu"])?;
+    r.choice("topk_method", &["noaux_tc"])?;
+    r.one("moe_layer_freq")?;
+    r.absent("index_topk_pattern")?;
+    let theta = hf_theta(&r)?;
     for (name, key) in [("interleaved rope", "rope_interleave"), ("indexer's rope, too", "indexer_rope_interleave")] {
         if !r.flag(name, key, true)? {
             return Err(inconsistent(key, "true (adjacent pairs)", "false (half-split)"));
@@ -299,7 +365,7 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         rms_eps: r.float("RMSNorm eps", "rms_norm_eps")? as f32,
         latent_eps: HF_LATENT_EPS as f32,
         index_eps: INDEX_EPS as f32,
-        rope_base: r.float("rope base", "rope_parameters.rope_theta")?,
+        rope_base: r.float("rope base", theta)?,
         index_heads: r.uint("indexer heads", "index_n_heads", 1)?,
         index_dim: r.uint("indexer width", "index_head_dim", 1)?,
         top_k: r.uint("indexer top-k", "index_topk", 1)?,
@@ -307,6 +373,16 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         facts: r.facts,
     };
     check(config)
+}
+
+/// The key of the rope base: transformers' newer place, or else its older one. Files with both must mean one base.
+fn hf_theta(r: &Reader) -> Result<&'static str, ConfigError> {
+    let (new, old) = ("rope_parameters.rope_theta", "rope_theta");
+    match (r.meta.get(new), r.meta.get(old)) {
+        (None, Some(_)) => Ok(old),
+        (Some(a), Some(b)) if number(a) != number(b) => Err(r.bad(old, &format!("{a}, as {new} has it"), Some(b))),
+        _ => Ok(new),
+    }
 }
 
 /// `indexer_types` by layer; without it, every `index_topk_freq`-th layer after `index_skip_topk_offset`, as transformers
@@ -341,7 +417,7 @@ fn hf_indexer_types(r: &mut Reader, layers: usize) -> Result<Vec<Indexer>, Confi
 
 /// Rules that hold for both forms.
 fn check(c: Config) -> Result<Config, ConfigError> {
-    let checks: [(&str, bool, String, String); 8] = [
+    let checks: [(&str, bool, String, String); 9] = [
         ("dense layers", c.dense_layers <= c.layers, format!("at most {}", c.layers), c.dense_layers.to_string()),
         ("vocabulary", c.vocab > 0, "at least 1".into(), c.vocab.to_string()),
         ("rope width", c.rope.is_multiple_of(2), "an even number".into(), c.rope.to_string()),
@@ -357,6 +433,8 @@ fn check(c: Config) -> Result<Config, ConfigError> {
             format!("at most the {} experts", c.experts),
             c.experts_used.to_string(),
         ),
+        // Several would act as one of their joint width, and activations of that form have no agreed shape.
+        ("shared experts", c.shared_experts == 1, "1".into(), c.shared_experts.to_string()),
         (
             "expert groups",
             c.experts.is_multiple_of(c.groups) && c.groups_used <= c.groups,

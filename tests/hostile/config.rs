@@ -38,7 +38,10 @@ pub fn add(cases: &mut Cases) {
                 put("2^40", Value::U64(1 << 40), &["1099511627776"]);
                 put("negative", Value::I32(-1), &["-1"]);
                 put("as a float", Value::F32(3.5), &["3.5 (f32)"]);
-                put("different by layer", Value::Array(Array::U32(vec![1, 2, 3])), &["array of 3"]);
+                // A dense width may differ where no layer uses it.
+                if key != "glm-dsa.feed_forward_length" {
+                    put("different by layer", Value::Array(Array::U32(vec![1, 2, 3])), &["array of 3"]);
+                }
             }
             Value::F32(_) => {
                 for v in [0.0, -1.0, f32::NAN, f32::INFINITY] {
@@ -55,7 +58,8 @@ pub fn add(cases: &mut Cases) {
             cases.file(format!("no {key}"), "key.gguf", &bytes, &[&key]);
         }
     }
-    let edits: [(&str, &str, Value, &[&str]); 22] = [
+    let text = |s: &str| Value::Str(s.into());
+    let edits: [(&str, &str, Value, &[&str]); 31] = [
         ("an architecture of others", "general.architecture", Value::Str("llama".into()), &["\"llama\"", "glm-dsa"]),
         ("no blocks", "block_count", Value::U32(0), &["block_count"]),
         ("MTP blocks only", "nextn_predict_layers", Value::U32(3), &["nextn_predict_layers"]),
@@ -78,6 +82,20 @@ pub fn add(cases: &mut Cases) {
         ("indexer types as text", "attention.indexer.types", Value::Str("full".into()), &["types"]),
         ("no vocabulary", "vocab_size", Value::U32(0), &["vocab_size"]),
         ("no top-k", "attention.indexer.top_k", Value::U32(0), &["top_k"]),
+        ("a top-k of gigabytes", "attention.indexer.top_k", Value::U32(1 << 16), &["top_k", "below 65536", "65536"]),
+        ("a width of gigabytes", "feed_forward_length", Value::U32(1 << 24), &["feed_forward_length", "16777216"]),
+        ("no dense width", "feed_forward_length", Value::Array(Array::U32(vec![0, 64, 64])), &["feed_forward_length"]),
+        (
+            "a dense width of no layer",
+            "feed_forward_length",
+            Value::Array(Array::U32(vec![])),
+            &["feed_forward_length"],
+        ),
+        ("no shared expert", "expert_shared_count", Value::U32(0), &["shared experts", "expected 1", "found 0"]),
+        ("two shared experts", "expert_shared_count", Value::U32(2), &["shared experts", "expected 1", "found 2"]),
+        ("scaled rope", "rope.scaling.type", text("yarn"), &["glm-dsa.rope.scaling.type", "none", "yarn"]),
+        ("rope scaled by no type", "rope.scaling.factor", Value::F32(4.0), &["glm-dsa.rope.scaling.factor", "4"]),
+        ("scaled scores", "rope.scaling.attn_factor", Value::F32(0.5), &["glm-dsa.rope.scaling.attn_factor", "0.5"]),
     ];
     for (what, key, value, want) in edits {
         let key = if key.starts_with("general.") { key.to_string() } else { format!("glm-dsa.{key}") };

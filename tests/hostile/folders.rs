@@ -74,6 +74,26 @@ pub fn write_valid(folder: &Path) {
     }
 }
 
+/// Forms of the same model: each is accepted, and read as the same by the reference.
+pub fn harmless() -> Vec<(&'static str, Json)> {
+    let mut older = config();
+    older.as_object_mut().unwrap().remove("rope_parameters");
+    older["rope_theta"] = json!(1_000_000);
+    let with = |key: &str, value: Json| {
+        let mut config = config();
+        config[key] = value;
+        config
+    };
+    vec![
+        ("the older place of theta", older),
+        ("both places of theta", with("rope_theta", json!(1_000_000))),
+        ("no pattern", with("index_topk_pattern", Json::Null)),
+        ("no scaling", with("rope_scaling", Json::Null)),
+        ("noaux_tc", with("topk_method", json!("noaux_tc"))),
+        ("every layer", with("moe_layer_freq", json!(1))),
+    ]
+}
+
 fn folder(cases: &mut Cases, what: &str, culprit: &str, want: &[&str], harm: impl Fn(&Path)) {
     let folder = cases.folder();
     write_valid(&folder);
@@ -124,6 +144,15 @@ pub fn add(cases: &mut Cases) {
         ("indexer_types", json!(["full", "full"]), "array of 1"),
         ("indexer_types", json!(["half"]), "indexer_types[0]"),
         ("rope_parameters", json!({"rope_theta": 1e6, "rope_type": "yarn"}), "yarn"),
+        ("rope_parameters", json!({"rope_theta": 1e6, "type": "yarn"}), "yarn"),
+        ("rope_scaling", json!("yarn"), "rope_scaling"),
+        ("rope_scaling", json!({"type": "linear", "factor": 4.0}), "rope_scaling.type"),
+        ("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling.rope_type"),
+        ("rope_theta", json!(10000), "1000000"),
+        ("topk_method", json!("greedy"), "greedy"),
+        ("moe_layer_freq", json!(2), "moe_layer_freq"),
+        ("index_topk_pattern", json!("FSSS"), "FSSS"),
+        ("n_shared_experts", json!(2), "shared experts"),
         ("model_type", json!("glm4_moe_lite"), "glm4_moe_lite"),
     ] {
         folder(cases, &format!("config.json, {key} {value}"), want, &[], |f| {

@@ -108,6 +108,9 @@ struct Scratch {
     experts: Vec<f32>,
 }
 
+/// The largest buffer that is believed, in bytes: more than the memory of any host.
+const MOST_BYTES: usize = 1 << 40;
+
 const LOADING: Site = Site { layer: None, op: "loading" };
 
 impl CpuDevice {
@@ -118,6 +121,22 @@ impl CpuDevice {
 
     fn error(&self, site: Site, problem: impl ToString) -> DeviceError {
         DeviceError { rank: self.rank, site, problem: problem.to_string() }
+    }
+
+    /// `rows * width` copies of `value`, or an error that names the size where it is absurd or the memory is not there.
+    fn filled<T: Clone>(&self, rows: usize, width: usize, value: T) -> Result<Vec<T>, DeviceError> {
+        let most = MOST_BYTES / size_of::<T>();
+        let mut data = Vec::new();
+        match rows.checked_mul(width).filter(|n| *n <= most && data.try_reserve_exact(*n).is_ok()) {
+            Some(values) => {
+                data.resize(values, value);
+                Ok(data)
+            }
+            None => {
+                let found = format!("{rows} rows of {width} values");
+                Err(self.error(LOADING, format!("a buffer: expected a size that memory has room for, found {found}")))
+            }
+        }
     }
 
     /// Calls `product` with activations as wide as the stored columns: `x` itself, or a copy that is zero outside the
@@ -151,7 +170,7 @@ impl Device for CpuDevice {
     type Cache = CpuCache;
 
     fn buf(&self, rows: usize, width: usize) -> Result<CpuBuf, DeviceError> {
-        Ok(CpuBuf { width, data: vec![0.0; rows * width] })
+        Ok(CpuBuf { width, data: self.filled(rows, width, 0.0)? })
     }
 
     fn vector(&self, values: &[f32]) -> Result<CpuBuf, DeviceError> {
@@ -159,7 +178,7 @@ impl Device for CpuDevice {
     }
 
     fn index(&self, rows: usize, width: usize) -> Result<CpuIndex, DeviceError> {
-        Ok(CpuIndex { width, data: vec![-1; rows * width] })
+        Ok(CpuIndex { width, data: self.filled(rows, width, -1)? })
     }
 
     fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<CpuWeight, DeviceError> {

@@ -147,6 +147,12 @@ fn check_entry(path: &Path, index: &Index, entry: &Entry, point: Point) -> Resul
         let expected = format!("{rows} rows and {} axes behind them", axes(point));
         return Err(wrong(path, entry, "shape", expected, format!("{:?}", entry.shape)));
     }
+    // A tensor of no bytes confirms nothing: beside an axis of 0 the others may be any size, and loops run over them.
+    let bytes = entry.shape.iter().try_fold(size_of::<f32>(), |n, axis| n.checked_mul(*axis));
+    if bytes.is_none_or(|n| n == 0) {
+        let expected = "axes of at least 1 whose product can be counted";
+        return Err(wrong(path, entry, "shape", expected, format!("{:?}", entry.shape)));
+    }
     Ok(())
 }
 

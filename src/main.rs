@@ -1,6 +1,6 @@
 //! The `lockstep` binary: parse, dispatch, exit code.
 
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -11,20 +11,41 @@ fn main() -> ExitCode {
         Ok(exit) => ExitCode::from(exit.code()),
         Err(error) => {
             let message = format!("lockstep: {error}\n"); // each error's message includes those beneath it
-            let _ = std::io::stderr().write_all(message.as_bytes()); // nobody is left to tell
+            let _ = io::stderr().write_all(message.as_bytes()); // nobody is left to tell
             ExitCode::from(Exit::Usage.code())
         }
     }
 }
 
 fn run(args: Cli) -> Result<Exit, CliError> {
-    let mut out = BufWriter::new(std::io::stdout().lock());
-    let exit = match cli::run(args, &mut out) {
-        Err(e) if e.is_closed_pipe() => return Ok(Exit::Ok),
-        other => other?,
-    };
-    match out.flush().map_err(CliError::from) {
-        Err(e) if e.is_closed_pipe() => Ok(exit),
-        other => other.map(|()| exit),
+    let mut out = BufWriter::new(Pipe { inner: io::stdout().lock(), closed: false });
+    let exit = cli::run(args, &mut out)?;
+    out.flush()?;
+    Ok(exit)
+}
+
+/// Stdout whose reader may go away, as `head` does: the rest is dropped, and the exit code still tells the verdict.
+struct Pipe<W> {
+    inner: W,
+    closed: bool,
+}
+
+impl<W: Write> Write for Pipe<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.inner.write(bytes) {
+            _ if self.closed => Ok(bytes.len()),
+            Err(e) if e.kind() == ErrorKind::BrokenPipe => {
+                self.closed = true;
+                Ok(bytes.len())
+            }
+            other => other,
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self.inner.flush() {
+            Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+            other => other,
+        }
     }
 }

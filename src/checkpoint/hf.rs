@@ -14,9 +14,13 @@ use crate::model::Metadata;
 use crate::quant::{QuantType, TypeInfo};
 use crate::tokenize::{TokenizeError, TokenizerSpec};
 
-/// True for a folder that holds a `config.json`.
+/// True for a folder that holds a `config.json` and no GGUF: a config may lie beside converted files.
 pub fn is_folder(path: &Path) -> bool {
-    path.is_dir() && path.join("config.json").is_file()
+    let ends = |end: &str| {
+        let files = std::fs::read_dir(path).into_iter().flatten().flatten();
+        files.filter_map(|e| e.file_name().into_string().ok()).any(|n| n.ends_with(end))
+    };
+    path.is_dir() && path.join("config.json").is_file() && (ends(".safetensors") || !ends(".gguf"))
 }
 
 struct Entry {

@@ -178,11 +178,11 @@ pub struct SubjectArgs {
     /// What queries attend to
     #[arg(long, value_enum, default_value = "dsa")]
     pub attention: AttentionArg,
-    /// A model or dump that is trusted as the other side
+    /// A model that is trusted as the other side (stages file, tokenizer, weights and logits)
     #[arg(long, value_name = "PATH")]
     pub baseline: Option<PathBuf>,
     /// A dump that is judged instead of our own run
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["tp", "prompt", "inject"])]
     pub target: Option<PathBuf>,
     /// Text to run instead of the built-in one
     #[arg(long, value_name = "TEXT")]

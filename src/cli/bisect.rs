@@ -11,6 +11,9 @@ use crate::diagnose::bisect::{self, Bisection, Culprit};
 use crate::report::table::{facts, ranges};
 use crate::verify::{Subject, Verdict};
 
+/// Prompts up to this length are judged at every token before bisect says that nothing is wrong.
+const WIDEN_UP_TO: usize = 512;
+
 /// Other diverging operations that the table shows.
 const OTHERS_SHOWN: usize = 8;
 
@@ -19,10 +22,22 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         list_faults(&args.subject, out)?;
         return Ok(Exit::Ok);
     }
-    let subject = subject(&args.subject, engines(&args.subject)?)?;
+    if let Some(path) = &args.subject.baseline {
+        let problem = format!("--baseline {}: bisect judges by the reference; verify compares models", path.display());
+        return Err(CliError::Usage(problem));
+    }
+    let mut subject = subject(&args.subject, engines(&args.subject)?)?;
     let found = {
         let bar = Bar::new();
-        bisect::run(&subject, &bar)?
+        let found = bisect::run(&subject, &bar)?;
+        // Nothing at the sampled rows: a fault of few tokens may lie between them.
+        let all = subject.ids.len();
+        if found.culprit.is_none() && found.parts_at.is_none() && subject.rows.len() < all && all <= WIDEN_UP_TO {
+            subject.rows = (0..all).collect();
+            bisect::run(&subject, &bar)?
+        } else {
+            found
+        }
     };
     if args.subject.model.json {
         serde_json::to_writer_pretty(&mut *out, &document(&subject, &found))?;

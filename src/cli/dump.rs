@@ -10,6 +10,7 @@ use super::args::DumpArgs;
 use super::subject::{engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::model::Config;
+use crate::probe::Point;
 use crate::probe::capture::Filter;
 use crate::probe::dump::{self, Meta};
 use crate::verify::subject::{points_of, run_prompt};
@@ -36,8 +37,16 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
         return Err(dump::DumpError::Exists { path: args.out.clone() }.into()); // before the run, not behind it
     }
     let layers = points_of(subject.layers.clone());
+    let (chosen, c) = (subject.layers.clone().unwrap_or_default(), subject.checkpoint.config().clone());
+    // What the chosen layers and the head read from others goes along, so that the dump can be judged by itself.
+    let read = move |point: Point, layer: Option<usize>| match (point, layer) {
+        (Point::Output, Some(l)) => l + 1 == c.layers || chosen.contains(&(l + 1)),
+        (Point::IndexTopk, Some(l)) => chosen.iter().any(|s| (0..=*s).rev().find(|f| c.is_full(*f)) == Some(l)),
+        _ => false,
+    };
     let filter: Filter = Arc::new(move |point, layer| {
-        layers(point, layer) && wanted.as_ref().is_none_or(|w| w.is_match(&point.full_name(layer)))
+        (layers(point, layer) || read(point, layer))
+            && wanted.as_ref().is_none_or(|w| w.is_match(&point.full_name(layer)))
     });
     let mut engine = subject.engine()?;
     let (trace, _) = run_prompt(&mut engine, &subject.ids, filter)?;

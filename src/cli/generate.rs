@@ -16,6 +16,7 @@ use crate::engine::scheduler::{Finish, Request};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
 pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    check(args)?;
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let spec = checkpoint.tokenizer_spec()?;
     let tokenizer = Tokenizer::new(&spec)?;
@@ -86,4 +87,20 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         )?;
     }
     Ok(Exit::Ok)
+}
+
+/// Refuses sampling values that mean nothing.
+fn check(args: &GenerateArgs) -> Result<(), CliError> {
+    let within = |x: f32, least: f32, most: f32| x.is_finite() && (least..=most).contains(&x);
+    for (flag, found, good, expected) in [
+        ("--temperature", args.temperature, within(args.temperature, 0.0, f32::MAX), "0 or a positive number"),
+        ("--top-p", args.top_p, within(args.top_p, f32::MIN_POSITIVE, 1.0), "above 0, at most 1"),
+        ("--min-p", args.min_p, within(args.min_p, 0.0, 1.0), "0 to 1"),
+        ("--max-tokens", args.max_tokens as f32, args.max_tokens > 0, "at least 1"),
+    ] {
+        if !good {
+            return Err(CliError::Usage(format!("{flag}: expected {expected}, found {found}")));
+        }
+    }
+    Ok(())
 }

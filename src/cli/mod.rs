@@ -71,17 +71,6 @@ pub enum CliError {
     Json(#[from] serde_json::Error),
 }
 
-impl CliError {
-    /// True when the reader of our output went away, which is its right.
-    pub fn is_closed_pipe(&self) -> bool {
-        match self {
-            CliError::Output(e) => e.kind() == std::io::ErrorKind::BrokenPipe,
-            CliError::Json(e) => e.io_error_kind() == Some(std::io::ErrorKind::BrokenPipe),
-            _ => false,
-        }
-    }
-}
-
 /// Runs a command, results to `out`, progress and notes to stderr.
 ///
 /// # Errors

@@ -71,6 +71,9 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     for note in target.iter().flat_map(|t| &t.notes) {
         writeln!(std::io::stderr(), "lockstep: note: {note}")?;
     }
+    if let Some(t) = &target {
+        same_model(&checkpoint, t)?;
+    }
     let target = target.map(|t| t.trace);
     let vocab = checkpoint.config().vocab;
     if let Some(id) = target.iter().flat_map(|t| &t.ids).find(|id| **id as usize >= vocab) {
@@ -96,6 +99,30 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         target,
         seed: args.seed,
     })
+}
+
+/// A dump says which model it was made from; another one's is refused, other settings are noted.
+fn same_model(checkpoint: &Checkpoint, dump: &dump::Dump) -> Result<(), CliError> {
+    let (own, found) = (checkpoint.digest(), &dump.meta.digest);
+    let scheme = |digest: &str| digest.split(':').next().map(str::to_owned);
+    if scheme(&own) == scheme(found) && own != *found {
+        let model = &dump.meta.model;
+        let problem =
+            format!("--target: the dump was made from another model ({model}): expected {own}, found {found}");
+        return Err(CliError::Usage(problem));
+    }
+    let c = checkpoint.config();
+    let stated = [
+        ("rms_eps", dump.meta.rms_eps, c.rms_eps),
+        ("latent_eps", dump.meta.latent_eps, c.latent_eps),
+        ("index_eps", dump.meta.index_eps, c.index_eps),
+    ];
+    for (name, found, own) in stated {
+        if let Some(found) = found.filter(|f| *f != own) {
+            writeln!(std::io::stderr(), "lockstep: note: the dump states {name} {found}, the model has {own}")?;
+        }
+    }
+    Ok(())
 }
 
 /// Token ids longer than top-k where the context allows it, and a line on where they came from.

@@ -37,7 +37,12 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         if args.stages.is_empty() || args.stages.contains(&stage) {
             let start = Instant::now();
             let bar = Bar::new();
-            let mut report = run_stage(stage, &subject, &bar)?;
+            let faulty = |r: &StageReport| r.verdict() >= Verdict::Divergent;
+            let mut report = match run_stage(stage, &subject, &bar) {
+                // What was found before says why this stage cannot run; it must not be lost.
+                Err(e) if reports.iter().any(faulty) => StageReport::unmeasured(name(stage), e.to_string()),
+                other => other?,
+            };
             report.seconds = start.elapsed().as_secs_f64();
             reports.push(report);
         }
@@ -47,9 +52,22 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         serde_json::to_writer_pretty(&mut *out, &document(&subject, &reports, exit))?;
         writeln!(out)?;
     } else {
-        print(&subject, &reports, args.all, out)?;
+        print(&subject, &reports, args.all, exit, out)?;
     }
     Ok(exit)
+}
+
+fn name(stage: StageArg) -> &'static str {
+    match stage {
+        StageArg::Host => "host",
+        StageArg::File => "file",
+        StageArg::Tokenizer => "tokenizer",
+        StageArg::Weights => "weights",
+        StageArg::Kernels => "kernels",
+        StageArg::Activations => "activations",
+        StageArg::Invariants => "invariants",
+        StageArg::Logits => "logits",
+    }
 }
 
 fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
@@ -83,7 +101,13 @@ fn exit_of(reports: &[StageReport], args: &VerifyArgs) -> Exit {
     }
 }
 
-fn print(subject: &Subject, reports: &[StageReport], all: bool, out: &mut dyn Write) -> std::io::Result<()> {
+fn print(
+    subject: &Subject,
+    reports: &[StageReport],
+    all: bool,
+    exit: Exit,
+    out: &mut dyn Write,
+) -> std::io::Result<()> {
     writeln!(
         out,
         "{}: tp {}, attention {}, {}, rows judged with seed {}\n",
@@ -120,11 +144,18 @@ fn print(subject: &Subject, reports: &[StageReport], all: bool, out: &mut dyn Wr
         }
     }
     let worst = reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured);
-    match worst {
-        Verdict::Divergent | Verdict::Nondeterministic => {
-            writeln!(out, "\nverdict: {}. `lockstep bisect` with the same options names the fault.", worst.name())
+    write!(out, "\nverdict: {}", worst.name())?;
+    let runs = |r: &&StageReport| matches!(r.stage, "weights" | "activations" | "invariants" | "logits");
+    let bisectable = reports.iter().filter(runs).any(|r| r.verdict() >= Verdict::Divergent);
+    match (worst, exit) {
+        (Verdict::Divergent | Verdict::Nondeterministic, _) if bisectable && subject.baseline.is_none() => {
+            writeln!(out, ". `lockstep bisect` with the same options names the fault.")
         }
-        _ => writeln!(out, "\nverdict: {}", worst.name()),
+        (Verdict::Drift, Exit::Fault) => writeln!(out, ", which --strict does not let pass (exit 1)"),
+        (Verdict::Match | Verdict::Drift | Verdict::NotApplicable, Exit::Unmeasured) => {
+            writeln!(out, ", but a stage that was asked for does not apply (exit 3)")
+        }
+        _ => writeln!(out),
     }
 }
 

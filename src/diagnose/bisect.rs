@@ -204,13 +204,12 @@ fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
     Ok(if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") })
 }
 
-/// Values of the target at the judged rows that are not finite.
+/// Values of the target that are neither finite nor masked.
 fn nonfinite(op: &OpContext<'_>) -> usize {
     let whole = op.trace.seen_by(op.ranks.first().copied().unwrap_or(0), op.point, op.layer);
     let Ok(whole) = whole else { return 0 };
-    let (values, width) = (whole.as_f32(), whole.row_len());
-    let row = |r: &usize| values[r * width..(r + 1) * width].iter().filter(|v| v.is_nan() || v.is_infinite()).count();
-    if op.point == Point::Logits || op.point == Point::IndexScores { 0 } else { op.judge.rows.iter().map(row).sum() }
+    let masks = matches!(op.point, Point::IndexScores | Point::ChoiceScores | Point::Logits);
+    whole.as_f32().iter().filter(|v| !(v.is_finite() || masks && **v == f32::NEG_INFINITY)).count()
 }
 
 /// The bytes that a rank holds where a parameter of the reference belongs.
@@ -258,6 +257,8 @@ fn explain(
                 });
             } else {
                 let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));
+                // A prediction that is not finite came near to nothing.
+                let rho = if whole.undefined > 0 { f64::INFINITY } else { rho };
                 *entry = (entry.0 + 1, entry.1.min(rho));
             }
         }

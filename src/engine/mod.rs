@@ -7,6 +7,7 @@
 pub mod batch;
 pub mod generate;
 pub mod kv;
+mod listener;
 mod rank;
 pub mod sampler;
 pub mod scheduler;

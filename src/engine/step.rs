@@ -7,12 +7,13 @@
 use std::ops::Range;
 
 use super::batch::{Batch, Token};
+use super::listener::{Halt, Listener};
 use super::weights::{Ffn, Layer, VectorId, Weights};
 use super::{Attention, EngineError};
 use crate::comm::Collective;
 use crate::device::{CacheShape, Device, Heads, Site};
 use crate::model::{Config, Param};
-use crate::probe::{Data, Point, Probe, Then, Visit};
+use crate::probe::{Data, Point, Probe};
 use crate::shard::ShardPlan;
 
 /// How much a rank can hold at once.
@@ -40,22 +41,22 @@ struct Columns {
 
 /// One rank's state: its device, weights, cache and every buffer of a step.
 pub struct Forward<D: Device> {
-    config: Config,
-    tp: usize,
+    pub(super) config: Config,
+    pub(super) tp: usize,
     rank: usize,
     attention: Attention,
     room: Room,
     columns: Columns,
-    device: D,
+    pub(super) device: D,
     weights: Weights<D>,
     inputs: D::Inputs,
     latent_cache: D::Cache,
     index_cache: D::Cache,
-    work: Work<D>,
+    pub(super) work: Work<D>,
 }
 
 /// Every buffer of a step; they hold nothing between steps.
-struct Work<D: Device> {
+pub(super) struct Work<D: Device> {
     residual: D::Buf,
     norm: D::Buf,
     qkv_a: D::Buf,
@@ -85,18 +86,6 @@ pub enum Ended {
     Logits(Vec<f32>),
     /// At a probe point, because the listener said so.
     Stopped,
-}
-
-/// Leaves a step at the point where a listener said so.
-enum Halt {
-    Stopped,
-    Failed(EngineError),
-}
-
-impl<E: Into<EngineError>> From<E> for Halt {
-    fn from(e: E) -> Self {
-        Halt::Failed(e.into())
-    }
 }
 
 impl<D: Device> Forward<D> {
@@ -581,73 +570,5 @@ impl<D: Device> Forward<D> {
         probe.values(self, Point::Logits, None, rows, |w| (&mut w.logits, 0))?;
         let width = self.config.padded_vocab(self.tp) / self.tp;
         Ok(self.device.read(&self.work.logits, rows, 0..width)?)
-    }
-}
-
-/// A listener, if there is one.
-struct Listener<'a>(Option<&'a mut (dyn Probe + 'static)>);
-
-impl Listener<'_> {
-    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
-        self.0.as_ref().is_some_and(|p| p.wants(point, layer))
-    }
-
-    fn show(
-        &mut self,
-        point: Point,
-        layer: Option<usize>,
-        rows: usize,
-        shape: &[usize],
-        values: Data<'_>,
-    ) -> Result<bool, Halt> {
-        let Some(probe) = &mut self.0 else { return Ok(false) };
-        match probe.visit(Visit { point, layer, rows, shape, values }) {
-            Then::Continue => Ok(false),
-            Then::Replaced => Ok(true),
-            Then::Stop => Err(Halt::Stopped),
-        }
-    }
-
-    /// Shows columns of a buffer and writes them back if they were replaced.
-    fn values<D: Device>(
-        &mut self,
-        forward: &mut Forward<D>,
-        point: Point,
-        layer: Option<usize>,
-        rows: usize,
-        of: impl Fn(&mut Work<D>) -> (&mut D::Buf, usize),
-    ) -> Result<(), Halt> {
-        if !self.wants(point, layer) {
-            return Ok(());
-        }
-        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
-        let width: usize = shape.iter().product();
-        let (buf, start) = of(&mut forward.work);
-        let mut values = forward.device.read(buf, rows, start..start + width)?;
-        if self.show(point, layer, rows, &shape, Data::Values(&mut values))? {
-            forward.device.write(buf, rows, start..start + width, &values)?;
-        }
-        Ok(())
-    }
-
-    /// Shows indices and writes them back if they were replaced.
-    fn indices<D: Device>(
-        &mut self,
-        forward: &mut Forward<D>,
-        point: Point,
-        layer: Option<usize>,
-        rows: usize,
-        of: impl Fn(&mut Work<D>) -> &mut D::Index,
-    ) -> Result<(), Halt> {
-        if !self.wants(point, layer) {
-            return Ok(());
-        }
-        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
-        let index = of(&mut forward.work);
-        let mut values = forward.device.read_index(index, rows)?;
-        if self.show(point, layer, rows, &shape, Data::Indices(&mut values))? {
-            forward.device.write_index(index, rows, &values)?;
-        }
-        Ok(())
     }
 }

@@ -153,6 +153,7 @@ impl Slices {
             let known = point.layout() == Layout::Partial && trace.tp > 1;
             let ranks: &[usize] = if known { &[] } else { &class };
             slices.add(&measured, ranks, |j| owner(point, &whole.shape, trace.tp, j));
+            slices.nonfinite(&whole, judge.rows);
         }
         Ok(Ok(slices))
     }
@@ -169,6 +170,23 @@ impl Slices {
         self.tokens.extend(pools(&rows).into_iter().map(|(a, b, e)| (measured.rows[a], measured.rows[b], e)));
         self.cosine = if self.worst.is_some() { self.cosine.min(measured.cosine()) } else { measured.cosine() };
         self.worst = measured.worst().or(self.worst);
+    }
+
+    /// Values outside the judged rows that are not finite although all inputs are: wrong without a floor.
+    fn nonfinite(&mut self, whole: &Captured, judged: &[usize]) {
+        let masks = matches!(whole.point, Point::IndexScores | Point::ChoiceScores | Point::Logits);
+        let (values, width) = (whole.as_f32(), whole.row_len().max(1));
+        for (i, v) in values.iter().enumerate() {
+            let masked = masks && *v == f32::NEG_INFINITY;
+            if !v.is_finite() && !masked && !judged.contains(&(i / width)) {
+                let token = i / width;
+                let row = Energy { misplaced: LEAST_VALUES, ..Energy::default() };
+                if self.tokens.last().is_none_or(|(a, ..)| *a != token) {
+                    self.tokens.push((token, token, row));
+                }
+                self.worst = Some((token, i % width, f64::from(*v), f64::NAN));
+            }
+        }
     }
 
     /// The slice with the largest share of its limit among those that decide.
@@ -212,7 +230,8 @@ impl Slices {
             detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
         }
         if let (Verdict::Divergent, Some((token, column, t, r))) = (verdict, self.worst) {
-            detail.push_str(&format!("; token {token}, column {column}: {t:e}, expected {r:e}"));
+            let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:e}") };
+            detail.push_str(&format!("; token {token}, column {column}: {t:e}, expected {expected}"));
         }
         OpFinding { point, layer, verdict, rho: (rho, most), ranks, tokens, detail }
     }

@@ -134,9 +134,9 @@ pub enum Unjudged {
 }
 
 impl Judge<'_> {
-    /// The judge of one point: keys and what they are made of are checked for all tokens, the rest for sampled rows.
+    /// The judge of one point: keys and the embedding are checked for all tokens, the rest for sampled rows.
     pub fn at(&self, point: Point) -> Judge<'_> {
-        let key = matches!(point, Point::KvA | Point::KvLatent | Point::KRope | Point::IndexK);
+        let key = matches!(point, Point::Embed | Point::KvA | Point::KvLatent | Point::KRope | Point::IndexK);
         let rows = if key { self.every } else { self.rows };
         Judge { orders: self.orders.clone(), rows, ..*self }
     }

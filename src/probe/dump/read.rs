@@ -24,6 +24,10 @@ type Known<'a> = (&'a Entry, Point, Option<usize>);
 /// the file, the point, what was expected and what was found.
 pub fn read(dir: &Path) -> Result<Dump, DumpError> {
     let path = dir.join(INDEX);
+    if !dir.is_dir() {
+        let problem = "expected a dump folder (dump.json and a safetensors file per rank)".to_string();
+        return Err(DumpError::Json { path: dir.into(), problem });
+    }
     let text = std::fs::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| DumpError::Json { path: path.clone(), problem: e.to_string() })?;

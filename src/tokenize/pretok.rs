@@ -8,7 +8,7 @@ use regex::Regex;
 
 use super::error::{TokenizeError, clip};
 
-/// The names accepted for `tokenizer.ggml.pre`. Both stand for the same rule, [`GLM4_PATTERN`].
+/// The names accepted for `tokenizer.ggml.pre`. Both stand for the same rule, `GLM4_PATTERN`.
 pub const KNOWN_PRE_TOKENIZERS: [&str; 2] = ["glm4", "glm5"];
 
 /// The rule of glm4 as tokenizer.json writes it: contractions in any case, words with one leading other character,

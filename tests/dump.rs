@@ -218,11 +218,14 @@ fn the_command_writes_what_was_asked_for() {
     command(&["--filter", "("]).exits(2);
     command(&["--ids", "7,8", "--filter", "no such point"]).exits(2);
     assert!(entries(folder.path()).is_empty());
-    command(&["--ids", "7,8,9", "--layers", "1,3-4", "--filter", r"attn\.q_a$|output$"]).exits(0).says("6 points of 3");
+    command(&["--ids", "7,8,9", "--layers", "1,3-4", "--filter", r"attn\.q_a$|output$"]).exits(0).says("9 points of 3");
     let back = dump::read(&dir).unwrap();
     let names: Vec<String> = back.trace.points().iter().map(|(p, l)| p.full_name(*l)).collect();
     let layer = |l: usize| [format!("layers.{l}.attn.q_a"), format!("layers.{l}.output")];
-    assert_eq!(names, [layer(1), layer(3), layer(4)].concat());
+    // With what the chosen layers and the head read from others: the outputs of layers 0, 2 and 5.
+    let output = |l: usize| vec![format!("layers.{l}.output")];
+    let all = [output(0), layer(1).to_vec(), output(2), layer(3).to_vec(), layer(4).to_vec(), output(5)];
+    assert_eq!(names, all.concat());
     assert_eq!((back.trace.tp, back.trace.ids), (2, vec![7, 8, 9]));
     assert!(back.meta.digest.starts_with("sha256-sampled:"));
     let again = command(&["--ids", "7,8,9"]).exits(2);

@@ -4,93 +4,20 @@
 mod attention;
 pub mod host;
 pub mod matmul;
+mod memory;
 mod ops;
 pub mod simd;
 
 use std::cell::RefCell;
 use std::ops::Range;
 
-use self::matmul::{Job, JobRows, MatmulError, Rows, Strided, StridedMut};
+use self::matmul::{Job, JobRows, MatmulError, Strided, StridedMut};
+pub use self::memory::{CpuBuf, CpuCache, CpuIndex, CpuWeight};
+use self::memory::{Part, by_expert};
 use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
 use crate::engine::batch::Batch;
 use crate::model::Config;
-use crate::quant::{QuantType, dequantise};
-
-/// Activations `[rows][width]`.
-#[derive(Debug)]
-pub struct CpuBuf {
-    width: usize,
-    data: Vec<f32>,
-}
-
-impl CpuBuf {
-    fn row(&self, t: usize) -> &[f32] {
-        &self.data[t * self.width..(t + 1) * self.width]
-    }
-    fn row_mut(&mut self, t: usize) -> &mut [f32] {
-        &mut self.data[t * self.width..(t + 1) * self.width]
-    }
-}
-
-/// Indices `[rows][width]`.
-#[derive(Debug)]
-pub struct CpuIndex {
-    width: usize,
-    data: Vec<i32>,
-}
-
-impl CpuIndex {
-    fn row(&self, t: usize) -> &[i32] {
-        &self.data[t * self.width..(t + 1) * self.width]
-    }
-    fn row_mut(&mut self, t: usize) -> &mut [i32] {
-        &mut self.data[t * self.width..(t + 1) * self.width]
-    }
-}
-
-/// A resident parameter: parts in order, each a stack of matrices in the file's layout.
-#[derive(Debug)]
-pub struct CpuWeight {
-    parts: Vec<Part>,
-}
-
-#[derive(Debug)]
-struct Part {
-    ty: QuantType,
-    rows: usize,
-    /// Stored columns; the rank's own are `cols`.
-    covered: usize,
-    cols: Range<usize>,
-    /// The first stored column, counted in the whole parameter.
-    first: usize,
-    stack: Vec<Vec<u8>>,
-}
-
-impl Part {
-    fn matrix(&self, index: usize) -> Rows<'_> {
-        Rows { ty: self.ty, bytes: &self.stack[index], rows: self.rows, cols: self.covered }
-    }
-    fn is_aligned(&self) -> bool {
-        self.cols == (0..self.covered)
-    }
-}
-
-/// A paged cache of one row per token position and layer.
-#[derive(Debug)]
-pub struct CpuCache {
-    shape: CacheShape,
-    layers: Vec<Vec<f32>>,
-}
-
-impl CpuCache {
-    /// Where position `p` of a sequence with this block table lies, in rows of a layer.
-    fn slot(&self, table: &[u32], p: usize) -> usize {
-        table[p / self.shape.page] as usize * self.shape.page + p % self.shape.page
-    }
-    fn row(&self, layer: usize, slot: usize) -> &[f32] {
-        &self.layers[layer][slot * self.shape.width..(slot + 1) * self.shape.width]
-    }
-}
+use crate::quant::dequantise;
 
 /// One rank's device.
 #[derive(Debug)]
@@ -602,17 +529,4 @@ impl Device for CpuDevice {
         }
         Ok(())
     }
-}
-
-/// For every expert that is hit, the (token, slot) pairs that chose it, as `token * slots + slot`.
-fn by_expert(ids: &CpuIndex, slots: usize, n: usize) -> std::collections::BTreeMap<usize, Vec<u32>> {
-    let mut lists: std::collections::BTreeMap<usize, Vec<u32>> = Default::default();
-    for t in 0..n {
-        for (slot, id) in ids.row(t).iter().take(slots).enumerate() {
-            if let Ok(id) = usize::try_from(*id) {
-                lists.entry(id).or_default().push((t * slots + slot) as u32);
-            }
-        }
-    }
-    lists
 }

@@ -1,0 +1,98 @@
+//! What the CPU device keeps: activations, indices, parameters in the file's own blocks, and the paged cache.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::matmul::Rows;
+use crate::device::CacheShape;
+use crate::quant::QuantType;
+
+/// Activations `[rows][width]`.
+#[derive(Debug)]
+pub struct CpuBuf {
+    pub(super) width: usize,
+    pub(super) data: Vec<f32>,
+}
+
+impl CpuBuf {
+    pub(super) fn row(&self, t: usize) -> &[f32] {
+        &self.data[t * self.width..(t + 1) * self.width]
+    }
+    pub(super) fn row_mut(&mut self, t: usize) -> &mut [f32] {
+        &mut self.data[t * self.width..(t + 1) * self.width]
+    }
+}
+
+/// Indices `[rows][width]`.
+#[derive(Debug)]
+pub struct CpuIndex {
+    pub(super) width: usize,
+    pub(super) data: Vec<i32>,
+}
+
+impl CpuIndex {
+    pub(super) fn row(&self, t: usize) -> &[i32] {
+        &self.data[t * self.width..(t + 1) * self.width]
+    }
+    pub(super) fn row_mut(&mut self, t: usize) -> &mut [i32] {
+        &mut self.data[t * self.width..(t + 1) * self.width]
+    }
+}
+
+/// A resident parameter: parts in order, each a stack of matrices in the file's layout.
+#[derive(Debug)]
+pub struct CpuWeight {
+    pub(super) parts: Vec<Part>,
+}
+
+/// One part of a resident parameter.
+#[derive(Debug)]
+pub struct Part {
+    pub(super) ty: QuantType,
+    pub(super) rows: usize,
+    /// Stored columns; the rank's own are `cols`.
+    pub(super) covered: usize,
+    pub(super) cols: Range<usize>,
+    /// The first stored column, counted in the whole parameter.
+    pub(super) first: usize,
+    pub(super) stack: Vec<Vec<u8>>,
+}
+
+impl Part {
+    pub(super) fn matrix(&self, index: usize) -> Rows<'_> {
+        Rows { ty: self.ty, bytes: &self.stack[index], rows: self.rows, cols: self.covered }
+    }
+    pub(super) fn is_aligned(&self) -> bool {
+        self.cols == (0..self.covered)
+    }
+}
+
+/// A paged cache of one row per token position and layer.
+#[derive(Debug)]
+pub struct CpuCache {
+    pub(super) shape: CacheShape,
+    pub(super) layers: Vec<Vec<f32>>,
+}
+
+impl CpuCache {
+    /// Where position `p` of a sequence with this block table lies, in rows of a layer.
+    pub(super) fn slot(&self, table: &[u32], p: usize) -> usize {
+        table[p / self.shape.page] as usize * self.shape.page + p % self.shape.page
+    }
+    pub(super) fn row(&self, layer: usize, slot: usize) -> &[f32] {
+        &self.layers[layer][slot * self.shape.width..(slot + 1) * self.shape.width]
+    }
+}
+
+/// For every expert that is hit, the (token, slot) pairs that chose it, as `token * slots + slot`.
+pub(super) fn by_expert(ids: &CpuIndex, slots: usize, n: usize) -> BTreeMap<usize, Vec<u32>> {
+    let mut lists: BTreeMap<usize, Vec<u32>> = Default::default();
+    for t in 0..n {
+        for (slot, id) in ids.row(t).iter().take(slots).enumerate() {
+            if let Ok(id) = usize::try_from(*id) {
+                lists.entry(id).or_default().push((t * slots + slot) as u32);
+            }
+        }
+    }
+    lists
+}

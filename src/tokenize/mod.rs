@@ -26,6 +26,6 @@ pub use error::TokenizeError;
 pub use hf::JsonTokenizer;
 pub use pretok::KNOWN_PRE_TOKENIZERS;
 pub use spec::TokenizerSpec;
-pub use stop::{StopId, StopIds, StopMatcher, StopSource, StopStep};
+pub use stop::{StopId, StopIds, StopSource};
 pub use stream::StreamDecoder;
 pub use template::ChatMessage;

@@ -1,9 +1,8 @@
-//! When to stop: the ids that end a turn, and stop strings asked for by a caller.
+//! When to stop: the ids that end a turn.
 //!
 //! GLM ends a turn with any of three ids, and converters have lost two of them, after which a model runs on into a
 //! turn it invents for the user. So the stop set is the union of all that is stated, with its sources, never one
-//! source in place of another. Stop strings must neither leak their beginning into a stream nor make it differ from
-//! the text that a caller without streaming gets.
+//! source in place of another.
 
 use std::fmt;
 
@@ -109,121 +108,6 @@ impl fmt::Display for StopIds {
             Some(warning) if self.ids.is_empty() => f.write_str(warning),
             Some(warning) => write!(f, "; {warning}"),
             None => Ok(()),
-        }
-    }
-}
-
-/// What one piece of text leads to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StopStep {
-    /// Text that can be sent: it is no part of any stop string.
-    pub text: String,
-    /// Index of the stop string that was completed; nothing may follow.
-    pub hit: Option<usize>,
-}
-
-/// Cuts a stream of text before the first stop string that is completed; of several completed by the same character,
-/// before the longest. How the text was cut into pieces makes no difference.
-#[derive(Debug, Clone)]
-pub struct StopMatcher {
-    stops: Vec<String>,
-    /// The end of the text so far that may begin a stop string.
-    held: String,
-    /// Set once a stop string was completed.
-    hit: Option<usize>,
-}
-
-impl StopMatcher {
-    /// A matcher for `stops`; empty strings among them match nothing.
-    pub fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new(), hit: None }
-    }
-
-    /// Takes the next piece. After a hit everything is dropped.
-    pub fn push(&mut self, text: &str) -> StopStep {
-        if self.hit.is_some() {
-            return StopStep { text: String::new(), hit: self.hit };
-        }
-        self.held.push_str(text);
-        let found = self.stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
-        let found = found.filter_map(|(i, stop)| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at, i)));
-        if let Some((_, start, index)) = found.min() {
-            self.hit = Some(index);
-            let mut text = std::mem::take(&mut self.held);
-            text.truncate(start);
-            return StopStep { text, hit: self.hit };
-        }
-        let kept = self.stops.iter().map(|stop| begun(&self.held, stop)).max().unwrap_or_default();
-        let kept = self.held.split_off(self.held.len() - kept);
-        StopStep { text: std::mem::replace(&mut self.held, kept), hit: None }
-    }
-
-    /// The text still held back when generation ends without a hit.
-    pub fn finish(self) -> String {
-        self.held
-    }
-}
-
-/// Bytes of the longest end of `text` that begins `stop` without completing it.
-fn begun(text: &str, stop: &str) -> usize {
-    stop.char_indices().rev().map(|(end, _)| end).find(|&end| text.ends_with(&stop[..end])).unwrap_or_default()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn run(stops: &[&str], pieces: &[&str]) -> (Vec<String>, String, Option<usize>) {
-        let mut matcher = StopMatcher::new(stops.iter().map(|s| s.to_string()).collect());
-        let steps: Vec<StopStep> = pieces.iter().map(|p| matcher.push(p)).collect();
-        let hit = steps.iter().find_map(|s| s.hit);
-        let sent: Vec<String> = steps.into_iter().map(|s| s.text).collect();
-        let whole = sent.concat() + &matcher.finish();
-        (sent, whole, hit)
-    }
-
-    #[test]
-    fn the_beginning_of_a_stop_string_never_leaks() {
-        let (sent, whole, hit) = run(&["</end>"], &["text </", "en", "d> more"]);
-        assert_eq!(sent, ["text ", "", ""]);
-        assert_eq!((whole.as_str(), hit), ("text ", Some(0)));
-        let (sent, whole, hit) = run(&["</end>"], &["text </", "en", "g> more"]);
-        assert_eq!(sent, ["text ", "", "</eng> more"]);
-        assert_eq!((whole.as_str(), hit), ("text </eng> more", None));
-    }
-
-    #[test]
-    fn overlapping_and_multi_byte_stops() {
-        assert_eq!(run(&["bcd", "c"], &["ab", "cd"]).1, "ab");
-        assert_eq!(run(&["abc", "c"], &["xab", "cd"]), (vec!["x".into(), "".into()], "x".into(), Some(0)));
-        assert_eq!(run(&["é🙂"], &["aé", "🙂b"]).0, ["a", ""]);
-        assert_eq!(run(&["aab"], &["a", "a", "a", "b"]).0, ["", "", "a", ""]);
-        assert_eq!(run(&["", "x"], &["a", "x"]).1, "a");
-    }
-
-    /// The definition, one character at a time.
-    fn whole_text(text: &str, stops: &[String]) -> String {
-        for (at, c) in text.char_indices() {
-            let seen = &text[..at + c.len_utf8()];
-            let longest = stops.iter().filter(|s| !s.is_empty() && seen.ends_with(s.as_str())).map(|s| s.len()).max();
-            if let Some(longest) = longest {
-                return seen[..seen.len() - longest].to_owned();
-            }
-        }
-        text.to_owned()
-    }
-
-    proptest! {
-        /// Sent pieces joined are the text that a caller without streaming gets, for any stops and any cuts.
-        #[test]
-        fn streamed_text_is_the_whole_text(
-            pieces in proptest::collection::vec("[abé]{0,4}", 0..12),
-            stops in proptest::collection::vec("[abé]{0,4}", 0..4),
-        ) {
-            let stop_refs: Vec<&str> = stops.iter().map(String::as_str).collect();
-            let piece_refs: Vec<&str> = pieces.iter().map(String::as_str).collect();
-            prop_assert_eq!(run(&stop_refs, &piece_refs).1, whole_text(&pieces.concat(), &stops));
         }
     }
 }

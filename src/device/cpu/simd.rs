@@ -381,6 +381,7 @@ pub(super) mod tests {
     pub(in super::super) struct Random(pub u64);
 
     impl Random {
+        /// The next 32 bits.
         pub fn next(&mut self) -> u32 {
             self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (self.0 >> 32) as u32

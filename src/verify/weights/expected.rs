@@ -56,6 +56,7 @@ pub(super) struct Oracle<'a> {
 }
 
 impl<'a> Oracle<'a> {
+    /// The reading of `raw`, with the file's eps, which no byte depends on.
     pub fn new(raw: &'a Raw<'a>) -> Result<Self, RefError> {
         let config = RefConfig::from_raw(raw, Eps::File)?;
         let weights = ModelWeights::new(raw, &config);

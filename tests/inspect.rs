@@ -256,10 +256,10 @@ fn a_wrong_shape_names_the_key_and_every_tensor() {
 #[test]
 fn types_without_a_dequantiser_are_listed() {
     let model =
-        Model::read(&golden(NANO52)).retype("blk.1.ffn_gate_exps.weight", 16).retype("blk.2.ffn_up_exps.weight", 16);
+        Model::read(&golden(NANO52)).retype("blk.1.ffn_gate_exps.weight", 19).retype("blk.2.ffn_up_exps.weight", 19);
     let run = inspect_model(&model, &["--strict-blocks"]).exits(3);
-    run.says("type IQ2_XXS: 2 tensors that this build cannot dequantise (first: blk.1.ffn_gate_exps.weight)")
-        .says("ffn_gate_exps IQ2_XXS + ffn_up_exps Q2_K")
+    run.says("type IQ1_S: 2 tensors that this build cannot dequantise (first: blk.1.ffn_gate_exps.weight)")
+        .says("ffn_gate_exps IQ1_S + ffn_up_exps Q2_K")
         .says("No plan, and no bytes per rank")
         .says("Whole, but not runnable by this build (exit 3)");
     let found = json_of(&inspect_model(&model, &["--json"]).exits(3));

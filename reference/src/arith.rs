@@ -5,6 +5,7 @@
 
 use std::ops::{Add, Mul};
 
+use half::bf16;
 use ndarray::{Array2, ArrayView2};
 
 /// In which order the terms of a sum are added.
@@ -20,14 +21,24 @@ pub enum Order {
     Ranks(usize),
 }
 
+/// What an engine holds the activation operand of a product with stored weights in. All else is f32 in either recipe:
+/// weights, sums, norms, rope, softmax, and products of activations with each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recipe {
+    /// f32, as it is.
+    Strict,
+    /// Rounded to bf16, to nearest, ties to even; the router's operand stays as it is.
+    Fast,
+}
+
 /// How numbers are computed. Values travel as f64 in every mode; in `F32` each of them is an f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arith {
     /// f64 throughout.
     Exact,
     /// Every product, sum, quotient and function value is rounded to f32; functions are correctly rounded; sums run in
-    /// the given order.
-    F32(Order),
+    /// the given order. The recipe says which operands are rounded further.
+    F32(Recipe, Order),
 }
 
 /// Activation rows that are multiplied side by side, so that a strictly ordered sum still fills the vector unit.
@@ -36,16 +47,18 @@ const LANES: usize = 16;
 const WORTH_A_THREAD: usize = 1 << 22;
 
 impl Arith {
-    /// Legitimate f32 runs for a noise floor at tensor-parallel degree `tp`: at least four, exact ones not among them.
-    pub fn orders(tp: usize) -> Vec<Arith> {
-        [Order::Sequential, Order::Reversed, Order::Blocks(32), Order::Ranks(tp.max(2))].map(Arith::F32).to_vec()
+    /// Legitimate runs of a recipe for a noise floor at tensor-parallel degree `tp`: at least four, exact ones not among
+    /// them.
+    pub fn orders(recipe: Recipe, tp: usize) -> Vec<Arith> {
+        let orders = [Order::Sequential, Order::Reversed, Order::Blocks(32), Order::Ranks(tp.max(2))];
+        orders.map(|order| Arith::F32(recipe, order)).to_vec()
     }
 
     /// The value as this arithmetic holds it.
     pub fn round(self, v: f64) -> f64 {
         match self {
             Arith::Exact => v,
-            Arith::F32(_) => f64::from(v as f32),
+            Arith::F32(..) => f64::from(v as f32),
         }
     }
 
@@ -53,16 +66,28 @@ impl Arith {
     pub fn sum(self, terms: &[f64]) -> f64 {
         match self {
             Arith::Exact => ordered(terms.len(), Order::Sequential, |i| [terms[i]])[0],
-            Arith::F32(order) => f64::from(ordered(terms.len(), order, |i| [terms[i] as f32])[0]),
+            Arith::F32(_, order) => f64::from(ordered(terms.len(), order, |i| [terms[i] as f32])[0]),
+        }
+    }
+
+    /// A product of activations `x` with stored weights `w`: as [`dots`](Self::dots), with `x` rounded as the recipe
+    /// says.
+    pub fn weigh(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, f32>) -> Array2<f64> {
+        match self {
+            Arith::F32(Recipe::Fast, _) => {
+                let rounded = x.mapv(|v| bf16::from_f32(v as f32).to_f64());
+                self.dots(rounded.view(), w)
+            }
+            Arith::Exact | Arith::F32(Recipe::Strict, _) => self.dots(x, w),
         }
     }
 
     /// All dot products of rows of `x` with rows of `w`: \[rows of x, n\] and \[rows of w, n\] give \[rows of x, rows
-    /// of w\].
+    /// of w\]. No recipe rounds its operands: for activations with activations, and for the router.
     pub fn dots<W: Copy + Into<f64> + Sync>(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, W>) -> Array2<f64> {
         match self {
             Arith::Exact => dots::<f64, W>(x, w, Order::Sequential),
-            Arith::F32(order) => dots::<f32, W>(x, w, order),
+            Arith::F32(_, order) => dots::<f32, W>(x, w, order),
         }
     }
 }
@@ -165,30 +190,75 @@ mod tests {
     use super::*;
     use ndarray::{Array, array};
 
+    fn strict(order: Order) -> Arith {
+        Arith::F32(Recipe::Strict, order)
+    }
+
     #[test]
     fn orders_round_differently_and_exact_does_not_round() {
         // In f32, 2^24 swallows single ones; each order loses other ones.
         let big = f64::from(1 << 24);
         let terms = [big, 1.0, 1.0, 1.0, 1.0];
         assert_eq!(Arith::Exact.sum(&terms), big + 4.0);
-        assert_eq!(Arith::F32(Order::Sequential).sum(&terms), big);
-        assert_eq!(Arith::F32(Order::Reversed).sum(&terms), big + 4.0);
-        assert_eq!(Arith::F32(Order::Blocks(3)).sum(&terms), big + 2.0);
-        assert_eq!(Arith::F32(Order::Ranks(5)).sum(&terms), big);
-        assert_eq!(Arith::F32(Order::Ranks(2)).sum(&terms), big + 2.0);
+        assert_eq!(strict(Order::Sequential).sum(&terms), big);
+        assert_eq!(strict(Order::Reversed).sum(&terms), big + 4.0);
+        assert_eq!(strict(Order::Blocks(3)).sum(&terms), big + 2.0);
+        assert_eq!(strict(Order::Ranks(5)).sum(&terms), big);
+        assert_eq!(strict(Order::Ranks(2)).sum(&terms), big + 2.0);
     }
 
     #[test]
     fn dots_agree_with_sums_of_products_in_every_order() {
         let x = Array::from_shape_fn((19, 70), |(i, j)| f64::from(((i * 31 + j * 7) % 13) as f32 * 0.37 - 2.1));
         let w = Array::from_shape_fn((5, 70), |(i, j)| ((i * 17 + j * 3) % 11) as f32 * 0.13 - 0.7);
-        for arith in Arith::orders(4).into_iter().chain([Arith::Exact]) {
+        for arith in Arith::orders(Recipe::Strict, 4).into_iter().chain([Arith::Exact]) {
             let y = arith.dots(x.view(), w.view());
             for ((i, o), &v) in y.indexed_iter() {
                 let terms: Vec<f64> = (0..70).map(|j| arith.round(x[[i, j]] * f64::from(w[[o, j]]))).collect();
                 assert_eq!(v, arith.sum(&terms), "{arith:?} row {i} output {o}");
             }
         }
+    }
+
+    #[test]
+    fn the_fast_recipe_rounds_activations_to_bf16_and_ties_to_even() {
+        // bf16 has 8 significant bits: between 1 and 2 its step is 2^-7, and every tie lies at an odd multiple of 2^-8.
+        let tie = 2f64.powi(-8);
+        let above = f64::from(1.0f32 + f32::EPSILON); // f32's least step breaks a tie
+        for (x, rounded) in [
+            (1.0, 1.0),
+            (1.0 + tie, 1.0),
+            (1.0 + 3.0 * tie, 1.0 + 4.0 * tie),
+            (above + tie, 1.0 + 2.0 * tie),
+            (-1.0 - tie, -1.0),
+            (-1.0 - 3.0 * tie, -1.0 - 4.0 * tie),
+            (2.0 - tie, 2.0),
+            (256.0 + 1.0, 256.0),
+            (256.0 + 3.0, 260.0),
+            (f64::from(f32::MAX), f64::INFINITY),
+        ] {
+            for arith in Arith::orders(Recipe::Fast, 2) {
+                assert_eq!(arith.weigh(array![[x]].view(), array![[1f32]].view()), array![[rounded]], "{arith:?} {x}");
+                assert_eq!(arith.dots(array![[x]].view(), array![[1f32]].view()), array![[x]], "{arith:?} {x}");
+            }
+            for arith in Arith::orders(Recipe::Strict, 2).into_iter().chain([Arith::Exact]) {
+                assert_eq!(arith.weigh(array![[x]].view(), array![[1f32]].view()), array![[x]], "{arith:?} {x}");
+            }
+        }
+        let fast = Arith::F32(Recipe::Fast, Order::Sequential);
+        assert!(fast.weigh(array![[f64::NAN]].view(), array![[1f32]].view())[[0, 0]].is_nan());
+    }
+
+    #[test]
+    fn the_fast_recipe_leaves_weights_and_sums_in_f32() {
+        let fine = 1.0 + 2f32.powi(-20);
+        let fast = Arith::F32(Recipe::Fast, Order::Sequential);
+        assert_eq!(fast.weigh(array![[2.0]].view(), array![[fine]].view()), array![[2.0 * f64::from(fine)]]);
+        assert_eq!(
+            fast.weigh(array![[1.0, 2f64.powi(-20)]].view(), array![[1f32, 1.0]].view())[[0, 0]],
+            f64::from(fine)
+        );
+        assert_eq!(fast.round(f64::from(fine)), f64::from(fine));
     }
 
     #[test]
@@ -205,6 +275,6 @@ mod tests {
         let none = Array2::<f64>::zeros((0, 3));
         assert_eq!(Arith::Exact.dots(none.view(), array![[1f32, 2.0, 3.0]].view()).dim(), (0, 1));
         assert_eq!(Arith::Exact.dots(array![[1.0, 2.0, 3.0]].view(), none.view()).dim(), (1, 0));
-        assert_eq!(Arith::F32(Order::Ranks(3)).sum(&[]), 0.0);
+        assert_eq!(strict(Order::Ranks(3)).sum(&[]), 0.0);
     }
 }

@@ -25,7 +25,7 @@ pub mod weights;
 /// The arrays that captured values and results travel in.
 pub use ndarray;
 
-pub use arith::{Arith, Order};
+pub use arith::{Arith, Order, Recipe};
 pub use config::{Eps, RefConfig};
 pub use error::RefError;
 pub use model::{forward, forward_choosing};

@@ -233,7 +233,7 @@ impl Run<'_, '_> {
 
     fn moe(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
-        let logits = ops::linear(a, h, &*w.matrix(at, Param::Router)?);
+        let logits = ops::router_logits(a, h, &*w.matrix(at, Param::Router)?);
         self.emit("ffn.router_logits", &logits);
         let p = ops::router_probabilities(a, &logits, c.gating);
         let scores = ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used);

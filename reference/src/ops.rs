@@ -40,12 +40,12 @@ pub fn layer_norm(a: Arith, x: &Array2<f64>, w: &Array1<f32>, b: &Array1<f32>, e
 
 /// y = W x, per row of x. W is \[out, in\].
 pub fn linear(a: Arith, x: &Array2<f64>, w: &Array2<f32>) -> Array2<f64> {
-    a.dots(x.view(), w.view())
+    a.weigh(x.view(), w.view())
 }
 
 /// The share of [`linear`] that the columns `cols` of W (and the same values of x) contribute.
 pub fn linear_part(a: Arith, x: &Array2<f64>, w: &Array2<f32>, cols: Range<usize>) -> Array2<f64> {
-    a.dots(x.slice(s![.., cols.clone()]), w.slice(s![.., cols]))
+    a.weigh(x.slice(s![.., cols.clone()]), w.slice(s![.., cols]))
 }
 
 /// x + y, element by element.
@@ -90,7 +90,7 @@ pub fn rope(
 pub fn per_head(a: Arith, x: ArrayView3<'_, f64>, w: &Array3<f32>) -> Array3<f64> {
     let mut y = Array3::zeros((x.dim().0, w.dim().0, w.dim().1));
     for (h, w) in w.outer_iter().enumerate() {
-        y.index_axis_mut(Axis(1), h).assign(&a.dots(x.index_axis(Axis(1), h), w));
+        y.index_axis_mut(Axis(1), h).assign(&a.weigh(x.index_axis(Axis(1), h), w));
     }
     y
 }
@@ -198,6 +198,11 @@ pub fn swiglu(a: Arith, x: &Array2<f64>, gate: &Array2<f32>, up: &Array2<f32>) -
     let mut hidden = linear(a, x, gate);
     hidden.zip_mut_with(&linear(a, x, up), |g, u| *g = a.round(a.round(*g * sigmoid(a, *g)) * u));
     hidden
+}
+
+/// Router logits: y = W x, per row of x. No recipe rounds x: a choice of experts hangs on small differences.
+pub fn router_logits(a: Arith, x: &Array2<f64>, w: &Array2<f32>) -> Array2<f64> {
+    a.dots(x.view(), w.view())
 }
 
 /// Router probabilities from logits, \[tokens, experts\].

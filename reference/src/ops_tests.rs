@@ -1,7 +1,7 @@
 use ndarray::{Array, array};
 
 use super::*;
-use crate::arith::Order;
+use crate::arith::{Order, Recipe};
 
 const EXACT: Arith = Arith::Exact;
 
@@ -42,7 +42,8 @@ fn rope_turns_pairs_of_the_stated_part_only() {
 
 #[test]
 fn rope_in_f32_rounds_cos_and_sin_once() {
-    let y = rope(Arith::F32(Order::Sequential), &array![[[1.0, 0.0]]], 0..2, &[383], 1e6, RopeStyle::Interleaved);
+    let f32s = Arith::F32(Recipe::Strict, Order::Sequential);
+    let y = rope(f32s, &array![[[1.0, 0.0]]], 0..2, &[383], 1e6, RopeStyle::Interleaved);
     assert_eq!((y[[0, 0, 0]], y[[0, 0, 1]]), (f64::from(383f64.cos() as f32), f64::from(383f64.sin() as f32)));
 }
 
@@ -130,4 +131,46 @@ fn groups_compete_by_their_two_best() {
 fn experts_mix_by_weight() {
     let y = array![[[1.0, 2.0], [10.0, 20.0]]];
     assert_eq!(mix_experts(EXACT, &array![[0.5, 2.0]], &y), array![[20.5, 41.0]]);
+}
+
+/// A value of f32 that bf16 rounds to 1.
+const FINE: f64 = 1.0 + 1.0 / 1024.0;
+const FAST: Arith = Arith::F32(Recipe::Fast, Order::Sequential);
+const STRICT: Arith = Arith::F32(Recipe::Strict, Order::Sequential);
+
+#[test]
+fn the_fast_recipe_rounds_what_meets_weights() {
+    let (x, w) = (array![[FINE, 3.0]], array![[1f32, 0.0]]);
+    assert_eq!(linear(FAST, &x, &w), array![[1.0]]);
+    assert_eq!(linear(STRICT, &x, &w), array![[FINE]]);
+    assert_eq!(linear_part(FAST, &x, &w, 0..1), array![[1.0]]);
+    let (heads, per) = (array![[[FINE, 3.0]]], array![[[1f32, 0.0]]]);
+    assert_eq!(absorb_q(FAST, heads.view(), &per), array![[[1.0]]]);
+    assert_eq!(value_up(FAST, heads.view(), &per), array![[[1.0]]]);
+    let gated = |a: Arith, x: f64| swiglu(a, &array![[x]], &array![[1f32]], &array![[1f32]]);
+    assert_eq!(gated(FAST, FINE), gated(STRICT, 1.0));
+    assert_ne!(gated(FAST, FINE), gated(STRICT, FINE));
+}
+
+#[test]
+fn the_fast_recipe_leaves_attention_and_indexer_alone() {
+    let q = array![[[FINE, -0.3]], [[0.7, 2.0 * FINE]]];
+    let (latent, k) = (array![[FINE, 0.2], [-0.4, 3.0 * FINE]], array![[FINE], [0.1 * FINE]]);
+    let q_rope = array![[[FINE]], [[-0.9]]];
+    let attend =
+        |a: Arith| attention(a, q.view(), q_rope.view(), &latent, k.view(), &[vec![0], vec![0, 1]], 0.5 * FINE);
+    assert_eq!(attend(FAST), attend(STRICT));
+    assert_eq!(attend(FAST)[[0, 0, 0]], FINE); // one key: its latent, unrounded
+    // FINE is 1 + 2^-10, and its square has 21 bits: exact in f32.
+    let scores = |a: Arith| index_scores(a, &array![[[FINE]]], &array![[FINE]], &array![[1.0]], &[0]);
+    assert_eq!(scores(FAST), array![[FINE * FINE]]);
+    assert_eq!(index_scores(FAST, &array![[[1.0]]], &array![[1.0]], &array![[FINE]], &[0]), array![[FINE]]);
+}
+
+#[test]
+fn the_fast_recipe_leaves_router_and_mixing_alone() {
+    let logits = |a: Arith| router_logits(a, &array![[FINE]], &array![[1f32]]);
+    assert_eq!(logits(FAST), array![[FINE]]);
+    assert_eq!(logits(FAST), logits(STRICT));
+    assert_eq!(mix_experts(FAST, &array![[FINE]], &array![[[1.0]]]), array![[FINE]]);
 }

@@ -208,7 +208,7 @@ impl Replay<'_> {
             "attn.out" => wide(linear("attn.context", Param::O)?),
             "residual" => wide(ops::add(a, &self.own("input")?, &self.own("attn.out")?)),
             "ffn.norm" => wide(norm(self.own("residual")?, Param::FfnNorm, c.eps)?),
-            "ffn.router_logits" => wide(linear("ffn.norm", Param::Router)?),
+            "ffn.router_logits" => wide(ops::router_logits(a, &self.own("ffn.norm")?, &*w.matrix(at, Param::Router)?)),
             "ffn.choice_scores" => {
                 let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
                 wide(ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayD, Axis};
 
 use super::*;
-use crate::arith::Order;
+use crate::arith::{Order, Recipe};
 use crate::config::{Gating, RopeStyle};
 use crate::model::{forward, forward_choosing};
 use crate::points::{inputs_of, points};
@@ -127,7 +127,7 @@ fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
     // had.
     let c = tiny_config();
     for options in [SPARSE, Options { dense: true, mtp: true }] {
-        for a in Arith::orders(2) {
+        for a in [Recipe::Strict, Recipe::Fast].into_iter().flat_map(|recipe| Arith::orders(recipe, 2)) {
             let (names, values) = run(&c, a, options);
             for name in names {
                 let tokens = values[&name].shape()[0];
@@ -167,7 +167,8 @@ fn f32_orders_differ_and_stay_near_the_truth() {
     let c = tiny_config();
     let dense = Options { dense: true, mtp: false };
     let truth = &run(&c, Arith::Exact, dense).1["layers.0.output"];
-    let runs: Vec<_> = Arith::orders(2).into_iter().map(|a| run(&c, a, dense).1["layers.0.output"].clone()).collect();
+    let runs: Vec<_> =
+        Arith::orders(Recipe::Strict, 2).into_iter().map(|a| run(&c, a, dense).1["layers.0.output"].clone()).collect();
     for y in &runs {
         let error = (y - truth).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
         let size = truth.mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
@@ -283,9 +284,44 @@ fn f32_order_reaches_the_sums() {
     let w = Hashed(c.clone());
     let values = run(&c, Arith::Exact, SPARSE).1;
     let at = |order| {
-        replay(&c, &w, Arith::F32(order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3]).expect("replays")
+        replay(&c, &w, Arith::F32(Recipe::Strict, order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3])
+            .expect("replays")
     };
     assert_ne!(at(Order::Sequential), at(Order::Reversed));
+}
+
+#[test]
+fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
+    let c = tiny_config();
+    let w = Hashed(c.clone());
+    let (names, values) = run(&c, Arith::Exact, SPARSE);
+    let products = [
+        "attn.q_a",
+        "attn.q_raw",
+        "attn.q_absorbed",
+        "attn.kv_a",
+        "attn.index_q",
+        "attn.index_k",
+        "attn.index_weights",
+        "attn.context",
+        "attn.out",
+        "ffn.hidden",
+        "ffn.routed",
+        "ffn.shared",
+        "ffn.out",
+        "eh_proj",
+        "logits",
+    ];
+    for name in names {
+        let (site, op) = parse(&c, SPARSE, &name).expect("a point");
+        // A mixture's output is the sum of two that were captured.
+        let sums = op == "ffn.out" && site.layer(&c).is_some_and(|n| c.is_moe(n));
+        let at = |recipe| {
+            let a = Arith::F32(recipe, Order::Sequential);
+            replay(&c, &w, a, SPARSE, &name, &captured(&values), &[0, 1, 5]).expect("replays")
+        };
+        assert_eq!(at(Recipe::Strict) != at(Recipe::Fast), products.contains(&op) && !sums, "{name}");
+    }
 }
 
 #[test]

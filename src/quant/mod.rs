@@ -11,6 +11,8 @@ pub mod types;
 
 mod codebook;
 mod float;
+mod grid;
+mod grids;
 mod isa;
 mod kquants;
 mod legacy;
@@ -114,6 +116,11 @@ impl Dequantiser {
             QuantType::IQ4_XS => body::<codebook::Iq4Xs, _, _>(isa),
             QuantType::MXFP4 => body::<codebook::Mxfp4, _, _>(isa),
             QuantType::NVFP4 => body::<codebook::Nvfp4, _, _>(isa),
+            QuantType::IQ2_XXS => body::<grid::Iq2Xxs, _, _>(isa),
+            QuantType::IQ2_XS => body::<grid::Iq2Xs, _, _>(isa),
+            QuantType::IQ2_S => body::<grid::Iq2S, _, _>(isa),
+            QuantType::IQ3_XXS => body::<grid::Iq3Xxs, _, _>(isa),
+            QuantType::IQ3_S => body::<grid::Iq3S, _, _>(isa),
         };
         let info = ty.info();
         Self { ty, block: info.block, block_bytes: info.bytes, run }

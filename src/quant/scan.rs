@@ -1,7 +1,7 @@
 //! What can be said of a tensor from its scales alone, at the speed of reading it: blocks that hold NaN or infinity,
 //! and how large a value can be. A few such blocks in hundreds of gigabytes are enough to turn every token to garbage.
 
-use super::{Format, Isa, Level, QuantError, QuantType, codebook, float, kquants, legacy};
+use super::{Format, Isa, Level, QuantError, QuantType, codebook, float, grid, kquants, legacy};
 
 /// The findings over a run of blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,6 +48,11 @@ fn dispatch(ty: QuantType, bytes: &[u8], stop_at_first: bool) -> Result<Scan, Qu
         QuantType::IQ4_XS => walk::<codebook::Iq4Xs, _, _>(bytes, stop_at_first),
         QuantType::MXFP4 => walk::<codebook::Mxfp4, _, _>(bytes, stop_at_first),
         QuantType::NVFP4 => walk::<codebook::Nvfp4, _, _>(bytes, stop_at_first),
+        QuantType::IQ2_XXS => walk::<grid::Iq2Xxs, _, _>(bytes, stop_at_first),
+        QuantType::IQ2_XS => walk::<grid::Iq2Xs, _, _>(bytes, stop_at_first),
+        QuantType::IQ2_S => walk::<grid::Iq2S, _, _>(bytes, stop_at_first),
+        QuantType::IQ3_XXS => walk::<grid::Iq3Xxs, _, _>(bytes, stop_at_first),
+        QuantType::IQ3_S => walk::<grid::Iq3S, _, _>(bytes, stop_at_first),
     })
 }
 

@@ -57,6 +57,11 @@ pub enum QuantType {
     IQ4_XS,
     MXFP4,
     NVFP4,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
 }
 
 impl QuantType {
@@ -135,13 +140,13 @@ static TABLE: [TypeInfo; 35] = [
     row(13, "Q5_K", 256, 176, Some(Q::Q5_K)),
     row(14, "Q6_K", 256, 210, Some(Q::Q6_K)),
     row(15, "Q8_K", 256, 292, None),
-    row(16, "IQ2_XXS", 256, 66, None),
-    row(17, "IQ2_XS", 256, 74, None),
-    row(18, "IQ3_XXS", 256, 98, None),
+    row(16, "IQ2_XXS", 256, 66, Some(Q::IQ2_XXS)),
+    row(17, "IQ2_XS", 256, 74, Some(Q::IQ2_XS)),
+    row(18, "IQ3_XXS", 256, 98, Some(Q::IQ3_XXS)),
     row(19, "IQ1_S", 256, 50, None),
     row(20, "IQ4_NL", 32, 18, Some(Q::IQ4_NL)),
-    row(21, "IQ3_S", 256, 110, None),
-    row(22, "IQ2_S", 256, 82, None),
+    row(21, "IQ3_S", 256, 110, Some(Q::IQ3_S)),
+    row(22, "IQ2_S", 256, 82, Some(Q::IQ2_S)),
     row(23, "IQ4_XS", 256, 136, Some(Q::IQ4_XS)),
     row(24, "I8", 1, 1, None),
     row(25, "I16", 1, 2, None),
@@ -178,7 +183,7 @@ mod tests {
         for quant in QuantType::all() {
             assert_eq!(quant.info().quant, Some(quant));
         }
-        assert_eq!(QuantType::all().count(), 17);
+        assert_eq!(QuantType::all().count(), 22);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //! kept plain, so that the engine's fast decoders have something independent to be compared with, bit for bit.
 
 mod codebook;
+mod grid;
+mod grids;
 mod k_quants;
 mod simple;
 
@@ -53,7 +55,12 @@ pub fn block_format(type_id: u32) -> Option<BlockFormat> {
         12 => ("Q4_K", 256, 144, k_quants::q4_k),
         13 => ("Q5_K", 256, 176, k_quants::q5_k),
         14 => ("Q6_K", 256, 210, k_quants::q6_k),
+        16 => ("IQ2_XXS", 256, 66, grid::iq2_xxs),
+        17 => ("IQ2_XS", 256, 74, grid::iq2_xs),
+        18 => ("IQ3_XXS", 256, 98, grid::iq3_xxs),
         20 => ("IQ4_NL", 32, 18, codebook::iq4_nl),
+        21 => ("IQ3_S", 256, 110, grid::iq3_s),
+        22 => ("IQ2_S", 256, 82, grid::iq2_s),
         23 => ("IQ4_XS", 256, 136, codebook::iq4_xs),
         30 => ("BF16", 1, 2, simple::bf16),
         39 => ("MXFP4", 32, 17, codebook::mxfp4),
@@ -143,10 +150,25 @@ mod tests {
     }
 
     #[test]
+    fn iq2_xxs_gives_the_eighth_value_the_parity_of_the_other_signs() {
+        // Entry 0 is eight times 8, and (1/2 + 0) / 4 of it is 1. Signs of the first eight values: 0000001.
+        let y = decoded(16, &[one(0)[0], one(0)[1], (2 + 4, 1)]);
+        assert_eq!(y[..9], [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 1.0]);
+    }
+
+    #[test]
+    fn iq3_s_takes_the_ninth_bit_of_an_index_from_qh() {
+        // Entry 0 is 1 1 1 1, entry 256 is 7 5 9 5; scale 1 + 2 x 2 and, in the next 32 values, 1 + 2 x 3.
+        let y = decoded(21, &[one(0)[0], one(0)[1], (66, 0b10), (74, 0b10), (106, 0x32)]);
+        assert_eq!(y[..8], [5.0, -5.0, 5.0, 5.0, 35.0, 25.0, 45.0, 25.0]);
+        assert_eq!(y[32], 7.0);
+    }
+
+    #[test]
     fn partial_blocks_and_unknown_types_are_refused() {
         assert!(block_format(8).expect("Q8_0").decode(&[0; 33]).is_none());
         assert!(block_format(8).expect("Q8_0").row_bytes(48).is_none());
         assert_eq!(block_format(12).expect("Q4_K").row_bytes(512), Some(288));
-        assert!(block_format(16).is_none());
+        assert!(block_format(19).is_none());
     }
 }

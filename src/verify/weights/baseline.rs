@@ -46,6 +46,11 @@ fn cost(ty: QuantType) -> f64 {
         QuantType::NVFP4 => 0.113,
         QuantType::Q3_K => 0.159,
         QuantType::Q2_K => 0.292,
+        QuantType::IQ2_XXS => 0.360,
+        QuantType::IQ2_XS => 0.314,
+        QuantType::IQ2_S => 0.273,
+        QuantType::IQ3_XXS => 0.228,
+        QuantType::IQ3_S => 0.166,
     }
 }
 

@@ -1,0 +1,156 @@
+//! A run is judged by the floors of its own recipe. The fast recipe's runs come from the reference in an order of
+//! summation that no floor is made of; the strict one's come from the CPU device, which has no other recipe.
+
+mod common;
+#[path = "common/subject.rs"]
+#[allow(dead_code)] // each test binary uses its own part
+mod subjects;
+
+use common::{golden, lockstep, run};
+use lockstep::checkpoint::oracle::Raw;
+use lockstep::engine::Recipe;
+use lockstep::probe::dump::{self, Meta};
+use lockstep::probe::{Captured, Point, Trace, Values};
+use lockstep::verify::subject::{points_of, run_prompt};
+use lockstep::verify::{Subject, Verdict, activations, logits};
+use lockstep_reference::{Arith, Eps, ModelWeights, Options, Order, RefConfig, forward};
+use subjects::{NANO, PICO, Silent, show, subject};
+
+/// A run of one rank in the fast recipe, as an engine would show it.
+fn fast(of: &Subject) -> Trace {
+    let raw = Raw(of.checkpoint.source());
+    let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
+    let weights = ModelWeights::new(&raw, &config);
+    let mut seen = Vec::new();
+    let mut sink = |name: &str, value: ndarray::ArrayD<f64>| {
+        let (layer, point) = Point::parse(name).expect("a point");
+        let rows = value.shape()[0];
+        let shape = match point {
+            Point::IndexScores => vec![rows],
+            point => point.shape(of.checkpoint.config(), layer.unwrap_or(0), 1),
+        };
+        let values = match point.is_choice() {
+            true => Values::I32(value.iter().map(|v| *v as i32).collect()),
+            false => Values::F32(value.iter().map(|v| *v as f32).collect()),
+        };
+        seen.push(Captured { point, layer, rows, shape, values });
+    };
+    let arith = Arith::F32(lockstep_reference::Recipe::Fast, Order::Blocks(7));
+    forward(&config, &weights, &of.ids, arith, Options { dense: false, mtp: false }, &mut sink).expect("runs");
+    Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![seen])
+}
+
+fn strict(of: &Subject) -> Trace {
+    run_prompt(&mut of.engine().expect("an engine"), &of.ids, points_of(None)).expect("runs").0
+}
+
+fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, lockstep::verify::StageReport) {
+    let of = Subject { target: Some(target), recipe, ..of };
+    let report = activations::run(&of, &Silent).expect("runs");
+    (of, report)
+}
+
+#[test]
+fn a_run_is_judged_by_its_own_recipe() {
+    for (model, tokens) in [(NANO, 72), (PICO, 40)] {
+        let plain = || subject(model, 1, tokens);
+        let (of, report) = judged(fast(&plain()), Recipe::Fast, plain());
+        assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
+        let report = logits::run(&of, &Silent).expect("runs");
+        assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
+        // bf16 keeps 8 bits where f32 keeps 24: far outside the strict floors, at every product with weights.
+        let (_, report) = judged(fast(&plain()), Recipe::Strict, plain());
+        let bad: Vec<&str> =
+            report.checks.iter().filter(|c| c.verdict == Verdict::Divergent).map(|c| c.name.as_str()).collect();
+        for op in ["attn.q_a", "attn.q_absorbed", "attn.context", "attn.out", "ffn.hidden", "ffn.out"] {
+            assert!(bad.contains(&format!("layers.0.{op}").as_str()), "{model}: {op} in {bad:?}");
+        }
+        let left_alone = ["norm", "attn.latent", "index_scores", "router_logits", "residual", "layers.0.output"];
+        assert!(!bad.iter().any(|b| left_alone.iter().any(|l| b.ends_with(l))), "{model}: {bad:?}");
+        let (_, report) = judged(strict(&plain()), Recipe::Strict, plain());
+        assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
+    }
+}
+
+#[test]
+fn a_rounded_router_is_a_fault_of_the_fast_recipe() {
+    let of = subject(PICO, 1, 40);
+    let target = fast(&of);
+    let c = of.checkpoint.config();
+    let layer = (0..c.layers).find(|l| target.ranks(Point::RouterLogits, Some(*l)).is_some());
+    let mut damaged = target.ranks(Point::RouterLogits, layer).expect("a router")[0].clone();
+    let norms = target.ranks(Point::FfnNorm, layer).expect("a norm")[0].as_f32();
+    let raw = Raw(of.checkpoint.source());
+    let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
+    let weights = ModelWeights::new(&raw, &config);
+    let router = lockstep_reference::Weights::matrix(&weights, layer, lockstep_reference::Param::Router).expect("read");
+    let x =
+        ndarray::Array2::from_shape_vec((40, c.hidden), norms.iter().map(|v| f64::from(*v)).collect()).expect("rows");
+    let rounding = Arith::F32(lockstep_reference::Recipe::Fast, Order::Sequential);
+    let rounded = lockstep_reference::ops::linear(rounding, &x, &router);
+    damaged.values = Values::F32(rounded.iter().map(|v| *v as f32).collect());
+    let mut whole = Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![vec![damaged]]);
+    let rest = points_but(&target, (Point::RouterLogits, layer));
+    whole.extend(Trace::new(String::new(), of.ids.clone(), of.attention, vec![rest]));
+    let (_, report) = judged(whole, Recipe::Fast, of);
+    let check = report.checks.iter().find(|c| c.name == Point::RouterLogits.full_name(layer)).expect("judged");
+    assert_eq!(check.verdict, Verdict::Divergent, "{}", show(&report));
+}
+
+fn points_but(trace: &Trace, but: (Point, Option<usize>)) -> Vec<Captured> {
+    let kept = trace.points().into_iter().filter(|p| *p != but);
+    kept.map(|(p, l)| trace.ranks(p, l).expect("captured")[0].clone()).collect()
+}
+
+#[test]
+fn a_dump_says_its_recipe_and_is_judged_by_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let of = subject(PICO, 1, 40);
+    let target = fast(&of);
+    let dumped = |recipe: &str| {
+        let dir = folder.path().join(recipe);
+        let digest = of.checkpoint.digest();
+        let (recipe, device) = (recipe.to_string(), None);
+        let meta =
+            Meta { model: PICO.into(), digest, recipe, device, rms_eps: None, latent_eps: None, index_eps: None };
+        dump::write(&dir, &target, &meta).expect("writes");
+        run(lockstep().args(["verify", "activations", "--json", "-m"]).arg(golden(PICO)).arg("--target").arg(dir))
+    };
+    dumped("fast").exits(0).says(r#""recipe": "fast""#);
+    dumped("strict").exits(1).says(r#""recipe": "strict""#);
+    let unknown = dumped("bf16-everywhere").exits(1);
+    unknown.says(r#""recipe": "strict""#);
+    assert!(unknown.stderr.contains("recipe \"bf16-everywhere\" is unknown"), "{}", unknown.stderr);
+}
+
+#[test]
+fn every_command_says_device_and_recipe_and_refuses_what_is_not_there() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("out").to_string_lossy().into_owned();
+    let model = golden(PICO).to_string_lossy().into_owned();
+    for command in
+        [&["verify", "file"][..], &["bisect"], &["dump", "--out", &out], &["bench"], &["generate", "--raw", "x"]]
+    {
+        let with = |extra: &[&str]| run(lockstep().args(command).args(["-m", &model]).args(extra));
+        let fast = with(&["--recipe", "fast"]).exits(2);
+        assert!(fast.stderr.contains("--recipe fast: expected strict"), "{command:?}: {}", fast.stderr);
+        assert!(with(&["--device", "cpu", "--recipe", "bf16"]).exits(2).stderr.contains("bf16"));
+        assert!(with(&["--device", "gpu"]).exits(2).stderr.contains("expected cpu, cuda or cuda:0,1"));
+        if cfg!(not(feature = "cuda")) {
+            let cuda = with(&["--device", "cuda:1,0", "--recipe", "fast"]).exits(2);
+            assert!(cuda.stderr.contains("--device cuda:1,0: this build has no CUDA device"), "{}", cuda.stderr);
+        }
+    }
+    assert!(std::fs::read_dir(folder.path()).expect("a folder").next().is_none(), "nothing was dumped");
+    let with = |command: &[&str]| run(lockstep().args(command).args(["-m", &model, "--device", "cpu"])).exits(0);
+    with(&["verify", "file"]).says("cpu, recipe strict");
+    with(&["verify", "file", "--json"]).says(r#""device": "cpu""#).says(r#""recipe": "strict""#);
+    with(&["dump", "--out", &out, "--json"]).says(r#""device": "cpu""#).says(r#""recipe": "strict""#);
+    let meta = dump::read(std::path::Path::new(&out)).expect("a dump").meta;
+    assert_eq!((meta.device.as_deref(), meta.recipe.as_str()), (Some("cpu"), "strict"));
+    with(&["generate", "--raw", "x", "-n", "2", "--json"]).says(r#""device": "cpu""#).says(r#""recipe": "strict""#);
+    with(&["bench", "--prompt", "4", "--steps", "2", "--repeat", "1"]).says("cpu, recipe strict");
+    // A dump's device and recipe are its own.
+    let target = run(lockstep().args(["verify", "-m", &model, "--target", &out, "--recipe", "strict"])).exits(2);
+    assert!(target.stderr.contains("--recipe"), "{}", target.stderr);
+}

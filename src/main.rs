@@ -7,6 +7,11 @@ use clap::Parser;
 use lockstep::cli::{self, CliError, Exit, args::Cli};
 
 fn main() -> ExitCode {
+    // NVLink multicast stays off unless someone asks for it: it can put shared GPUs out of service.
+    if std::env::var_os("NCCL_NVLS_ENABLE").is_none() {
+        // SAFETY: no other thread runs yet.
+        unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    }
     match run(Cli::parse()) {
         Ok(exit) => ExitCode::from(exit.code()),
         Err(error) => {

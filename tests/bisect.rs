@@ -7,7 +7,8 @@ mod running;
 use lockstep::diagnose::bisect::{self, Bisection};
 use lockstep::diagnose::faults::decorate::{Decorations, FaultyEngines};
 use lockstep::diagnose::faults::{CATALOGUE, Injection, inject};
-use lockstep::engine::Attention;
+use lockstep::engine::{Attention, CpuBackend, Recipe};
+use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Engines, PlainEngines, Progress, Subject, Verdict};
 use running::{GLM5_NANO, open};
 
@@ -23,6 +24,7 @@ fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
         checkpoint: open(GLM5_NANO),
         baseline: None,
         engines,
+        recipe: Recipe::Strict,
         tp,
         attention: Attention::Dsa,
         ids: (0..80).map(|i| 200 + i * 37 % 3000).collect(),
@@ -37,7 +39,7 @@ fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
 fn faulty(typed: &str, tp: usize) -> Box<dyn Engines> {
     let mut faults = Decorations::default();
     inject(&open(GLM5_NANO), tp, &Injection::parse(typed).expect("a fault"), &mut faults).expect("a valid site");
-    Box::new(FaultyEngines(faults))
+    Box::new(FaultyEngines(CpuBackend, faults))
 }
 
 fn bisect(typed: &str, tp: usize) -> Bisection {
@@ -138,6 +140,40 @@ fn rank_zeros_range_everywhere() {
 }
 
 #[test]
+fn a_rank_that_adds_nothing() {
+    let named = |site, layer, op, ranks| assert_named(site, "REDUCE_MISSED", layer, op, ranks);
+    named("layers.2.attn.out:rank=1", Some(2), "attn.out", Ranks::One(1));
+    named("layers.0.ffn.out:rank=0", Some(0), "ffn.out", Ranks::One(0)); // a dense layer
+    named("layers.3.ffn.out", Some(3), "ffn.out", Ranks::One(1)); // a mixture: routed and shared parts together
+    named("embed:rank=1", None, "embed", Ranks::One(1));
+}
+
+/// Zeros where a rank's part of the parameter should be, and a part that is never added, give the same values; only the
+/// bytes on the devices tell them apart, and a dump has none.
+#[test]
+fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
+    for (typed, kind) in
+        [("REDUCE_MISSED@layers.4.attn.out:rank=1", "REDUCE_MISSED"), ("NAME_MAP@blk.4.attn_output:rank=1", "NAME_MAP")]
+    {
+        let mut subject = subject(2, faulty(typed, 2));
+        let culprit = bisect::run(&subject, &Quiet).expect("runs").culprit.expect("a culprit");
+        assert_eq!(culprit.explanation.expect("explained").kind, kind);
+        assert!(culprit.also.is_empty(), "{typed}: {:?}", culprit.also);
+        let mut engine = subject.engine().expect("an engine");
+        subject.target = Some(run_prompt(&mut engine, &subject.ids, points_of(None)).expect("runs").0);
+        let culprit = bisect::run(&subject, &Quiet).expect("runs").culprit.expect("a culprit");
+        let both = [culprit.explanation.expect("explained").kind.to_string()].into_iter().chain(culprit.also);
+        let both: Vec<String> = both.filter_map(|f| f.split(' ').next().map(str::to_owned)).collect();
+        assert_eq!(both, ["NAME_MAP", "REDUCE_MISSED"], "{typed}");
+    }
+}
+
+#[test]
+fn one_rank_has_nothing_to_miss() {
+    assert!(CATALOGUE.iter().filter(|f| f.kind() == "REDUCE_MISSED").all(|f| f.sites(&open(GLM5_NANO), 1).is_empty()));
+}
+
+#[test]
 fn what_no_kind_explains_is_unknown() {
     for site in ["layers.2.ffn.norm", "layers.1.attn.latent", "layers.3.attn.q_absorbed:rank=1"] {
         let culprit = bisect(&format!("OP_NOISE@{site}"), 2).culprit.expect("a culprit");
@@ -151,8 +187,8 @@ fn what_no_kind_explains_is_unknown() {
 #[test]
 fn without_a_fault_nothing_is_reported() {
     for tp in [2, 8] {
-        let decorated: Box<dyn Engines> = Box::new(FaultyEngines(Decorations::default()));
-        for engines in [Box::new(PlainEngines) as Box<dyn Engines>, decorated] {
+        let decorated: Box<dyn Engines> = Box::new(FaultyEngines(CpuBackend, Decorations::default()));
+        for engines in [Box::new(PlainEngines(CpuBackend)) as Box<dyn Engines>, decorated] {
             let found = bisect::run(&subject(tp, engines), &Quiet).expect("runs");
             assert_eq!(found.verdict, Verdict::Match, "tp {tp}: {:?}", found.culprit);
             assert!(found.culprit.is_none() && found.others.is_empty() && found.judged > 150);

@@ -30,6 +30,7 @@ fn meta() -> Meta {
         model: "nano52".into(),
         digest: String::new(),
         recipe: "strict".into(),
+        device: Some("cpu".into()),
         rms_eps: Some(1e-5),
         latent_eps: None,
         index_eps: Some(1e-6),

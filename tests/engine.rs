@@ -22,7 +22,7 @@ use lockstep::engine::scheduler::Scheduler;
 use lockstep::engine::{Attention, Engine, EngineError, Options};
 use lockstep::probe::{Capture, Point, Probe, Values};
 use lockstep::shard::TpPlan;
-use lockstep_reference::{Arith, Eps, ModelWeights, Options as RefOptions, RefConfig, forward};
+use lockstep_reference::{Arith, Eps, ModelWeights, Options as RefOptions, Recipe, RefConfig, forward};
 
 const MODELS: [&str; 3] = [GLM5_NANO, NANO52, PICO];
 
@@ -229,7 +229,7 @@ fn logits_are_those_of_exact_arithmetic_within_f32_rounding() {
         let short = checkpoint.config().top_k.min(ids.len()).min(24);
         let flat = |logits: Vec<Vec<f64>>| logits.into_iter().flatten().map(|v| v as f32).collect::<Vec<_>>();
         let exact = flat(reference_logits(&checkpoint, &ids[..short], Arith::Exact));
-        let noise = Arith::orders(1)
+        let noise = Arith::orders(Recipe::Strict, 1)
             .into_iter()
             .map(|order| relative_l2(&flat(reference_logits(&checkpoint, &ids[..short], order)), &exact))
             .fold(0.0, f64::max);
@@ -270,7 +270,12 @@ fn prompts_that_cannot_be_run_are_errors_and_the_engine_goes_on() {
 
         // Batches that the scheduler would not make.
         let token = |id, position, sequence| Token { id, position, sequence };
-        let batch = |tokens: Vec<Token>, tables: Vec<Vec<u32>>, logits: Vec<u32>| Batch { tokens, tables, logits };
+        let batch = |tokens: Vec<Token>, tables: Vec<Vec<u32>>, logits: Vec<u32>| Batch {
+            tokens,
+            tables,
+            logits,
+            ahead: false,
+        };
         for bad in [
             batch(vec![], vec![vec![0]], vec![]),
             batch(vec![token(vocab, 0, 0)], vec![vec![0]], vec![0]),
@@ -341,8 +346,12 @@ fn misbehave(instead: Instead, timeout: Duration) -> (EngineError, Duration) {
     let comm = Arc::new(Misbehaving { inner: Threads::new(4, timeout), instead });
     let engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options).expect("starts");
     let start = Instant::now();
-    let batch =
-        || Batch { tokens: vec![Token { id: 5, position: 0, sequence: 0 }], tables: vec![vec![0]], logits: vec![0] };
+    let batch = || Batch {
+        tokens: vec![Token { id: 5, position: 0, sequence: 0 }],
+        tables: vec![vec![0]],
+        logits: vec![0],
+        ahead: false,
+    };
     let error = engine.step(batch(), Vec::new()).expect_err("the step fails");
     let took = start.elapsed();
     // Nobody can tell what the ranks hold now: every later step fails too, at once.

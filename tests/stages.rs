@@ -11,7 +11,7 @@ use std::sync::Arc;
 use common::{Model, golden, pico_shard, tiny};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::device::cpu::CpuDevice;
-use lockstep::engine::{Attention, Engine, EngineError, Options, cpu_collective};
+use lockstep::engine::{Attention, CpuBackend, Engine, EngineError, Options, Recipe, cpu_collective};
 use lockstep::gguf::Value;
 use lockstep::model::{Kind, Param};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
@@ -29,7 +29,8 @@ fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
     Subject {
         checkpoint,
         baseline: None,
-        engines: Box::new(PlainEngines),
+        engines: Box::new(PlainEngines(CpuBackend)),
+        recipe: Recipe::Strict,
         tp,
         attention: Attention::Dsa,
         ids: vec![1, 2, 3],

@@ -164,6 +164,18 @@ impl Checkpoint {
         &self.config
     }
 
+    /// The files that hold its tensors; none for the built-in model.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = Vec::new();
+        for name in self.source.names() {
+            let file = PathBuf::from(self.source.file_of(name));
+            if files.last() != Some(&file) && !files.contains(&file) && file.is_file() {
+                files.push(file);
+            }
+        }
+        files
+    }
+
     /// What the model is called in messages: its path, or that it is built in.
     pub fn name(&self) -> &str {
         &self.name

@@ -1,6 +1,8 @@
 //! What was typed: the command line as clap reads it, without any I/O.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -32,6 +34,13 @@ pub enum Command {
     Dump(DumpArgs),
     /// Decode and prefill speed, and where a step's time goes
     Bench(BenchArgs),
+    /// The host: driver, libraries, shared memory, GPUs, their memory and links
+    Doctor(DoctorArgs),
+    /// A seeded model of GLM-5's widths as a GGUF file, for tests and benches
+    Synth(SynthArgs),
+    /// The CUDA kernels: list them, compile them
+    #[cfg(feature = "cuda")]
+    Kernels(KernelsArgs),
 }
 
 /// Which model.
@@ -71,6 +80,124 @@ pub enum AttentionArg {
     Dense,
 }
 
+/// What the ranks run on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DeviceArg {
+    /// Threads of this process.
+    Cpu,
+    /// NVIDIA GPUs by number, rank by rank; none listed: as many as needed, from 0.
+    Cuda(Vec<usize>),
+}
+
+impl FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (kind, list) = text.split_once(':').map_or((text, None), |(kind, list)| (kind, Some(list)));
+        let numbers = |list: &str| list.split(',').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
+        match (kind, list.map(numbers)) {
+            ("cpu", None) => Ok(DeviceArg::Cpu),
+            ("cuda", None) => Ok(DeviceArg::Cuda(Vec::new())),
+            ("cuda", Some(Some(gpus))) => Ok(DeviceArg::Cuda(gpus)),
+            _ => Err("expected cpu, cuda or cuda:0,1".into()),
+        }
+    }
+}
+
+impl fmt::Display for DeviceArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceArg::Cpu => f.write_str("cpu"),
+            DeviceArg::Cuda(gpus) if gpus.is_empty() => f.write_str("cuda"),
+            DeviceArg::Cuda(gpus) => {
+                let list: Vec<String> = gpus.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", list.join(","))
+            }
+        }
+    }
+}
+
+/// How activations meet stored weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RecipeArg {
+    /// f32 throughout
+    Strict,
+    /// Activations are rounded to bf16 where they are multiplied with weights
+    Fast,
+}
+
+/// What runs the model.
+#[derive(Debug, Clone, Args)]
+pub struct DeviceArgs {
+    /// What the ranks run on: cpu, cuda or cuda:0,1 (GPU numbers, rank by rank)
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    pub device: DeviceArg,
+    /// How activations meet stored weights
+    #[arg(long, value_enum, default_value = "strict")]
+    pub recipe: RecipeArg,
+    /// Read the CUDA sources from this folder, laid out as kernels/cu, instead of the built-in ones
+    #[cfg(feature = "cuda")]
+    #[arg(long, value_name = "DIR")]
+    pub kernels_dir: Option<PathBuf>,
+}
+
+/// `doctor`.
+#[derive(Debug, Clone, Args)]
+pub struct DoctorArgs {
+    /// What to check: cpu, cuda or cuda:0,1 [default: all GPUs that there are]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceArg>,
+    /// Smaller sizes
+    #[arg(long)]
+    pub quick: bool,
+    /// Machine-readable output on stdout
+    #[arg(long)]
+    pub json: bool,
+    /// Read the CUDA sources from this folder, laid out as kernels/cu, instead of the built-in ones
+    #[cfg(feature = "cuda")]
+    #[arg(long, value_name = "DIR")]
+    pub kernels_dir: Option<PathBuf>,
+}
+
+/// `kernels`.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Args)]
+pub struct KernelsArgs {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: KernelsAction,
+}
+
+/// What to do with kernels.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Subcommand)]
+pub enum KernelsAction {
+    /// The kernels, by module
+    List {
+        /// Machine-readable output on stdout
+        #[arg(long)]
+        json: bool,
+    },
+    /// Compile every module into the cache; needs NVRTC, but no GPU
+    Build {
+        /// Architectures, such as sm_90a; may repeat [default: all that the kernels are written for]
+        #[arg(long, value_name = "ARCH")]
+        arch: Vec<String>,
+        /// Read the sources from this folder, laid out as kernels/cu, instead of the built-in ones
+        #[arg(long, value_name = "DIR")]
+        kernels_dir: Option<PathBuf>,
+        /// The cache to fill [default: the user's own]
+        #[arg(long, value_name = "DIR")]
+        cache: Option<PathBuf>,
+        /// Only modules whose names match, such as Q4_K
+        #[arg(long, value_name = "REGEX")]
+        filter: Option<String>,
+        /// Machine-readable output on stdout
+        #[arg(long)]
+        json: bool,
+    },
+}
+
 /// How the engine runs.
 #[derive(Debug, Clone, Args)]
 pub struct EngineArgs {
@@ -99,6 +226,9 @@ pub struct GenerateArgs {
     /// Tensor-parallel ranks
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub tp: usize,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
@@ -131,6 +261,9 @@ pub struct BenchArgs {
     /// Tensor-parallel ranks
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub tp: usize,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
@@ -143,6 +276,45 @@ pub struct BenchArgs {
     /// Repetitions; medians and spread are over these
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub repeat: usize,
+    /// Sequences that decode at once, as 1,8,32: a table of speeds (GPUs only)
+    #[cfg(feature = "cuda")]
+    #[arg(long, value_delimiter = ',', default_value = "1", value_name = "LIST")]
+    pub batch: Vec<usize>,
+}
+
+/// `synth`.
+#[derive(Debug, Clone, Args)]
+pub struct SynthArgs {
+    /// The .gguf file to make; it must not exist
+    #[arg(long, value_name = "PATH")]
+    pub out: PathBuf,
+    /// Layers
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..1024))]
+    pub layers: u32,
+    /// Layers from the start whose feed-forward is dense
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub dense_layers: u32,
+    /// Keys each query attends to [default: 2048, small 32]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_535))]
+    pub index_top_k: Option<u32>,
+    /// Routed experts; of fewer than 16, half are used per token [default: 256, small 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..16_384))]
+    pub experts: Option<u32>,
+    /// Tokens of the vocabulary, from 324 [default: 154880, small 1024]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(324..=1_000_000))]
+    pub vocab: Option<u32>,
+    /// Narrow layers of 3 and 9 MB, for tests, instead of GLM-5's
+    #[arg(long)]
+    pub small: bool,
+    /// One type for every quantised matrix, such as Q8_0 [default: Q4_K with some Q6_K and Q5_0, as files have them]
+    #[arg(long, value_name = "TYPE")]
+    pub r#type: Option<String>,
+    /// Seed of all values
+    #[arg(long, default_value_t = 0, value_name = "SEED")]
+    pub seed: u64,
+    /// Machine-readable output on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// The stages of `verify`, in order of certainty.
@@ -175,6 +347,9 @@ pub struct SubjectArgs {
     /// Tensor-parallel ranks [default: 8 for the built-in model, else 1]
     #[arg(long, value_name = "N")]
     pub tp: Option<usize>,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// What queries attend to
     #[arg(long, value_enum, default_value = "dsa")]
     pub attention: AttentionArg,
@@ -182,7 +357,7 @@ pub struct SubjectArgs {
     #[arg(long, value_name = "PATH")]
     pub baseline: Option<PathBuf>,
     /// A dump that is judged instead of our own run
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["tp", "prompt", "inject"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["tp", "prompt", "inject", "device", "recipe"])]
     pub target: Option<PathBuf>,
     /// Text to run instead of the built-in one
     #[arg(long, value_name = "TEXT")]
@@ -241,4 +416,28 @@ pub struct DumpArgs {
     /// Only points whose full names match, such as `attn\.q_a$`
     #[arg(long, value_name = "REGEX")]
     pub filter: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_as_they_are_written() {
+        let read = |text: &str| text.parse::<DeviceArg>().ok();
+        for (text, device) in [
+            ("cpu", DeviceArg::Cpu),
+            ("cuda", DeviceArg::Cuda(vec![])),
+            ("cuda:3", DeviceArg::Cuda(vec![3])),
+            ("cuda:1,0", DeviceArg::Cuda(vec![1, 0])),
+        ] {
+            assert_eq!(device.to_string(), text);
+            assert_eq!(read(text), Some(device));
+        }
+        for bad in
+            ["", "gpu", "cpu:0", "cuda:", "cuda:0,", "cuda:x", "cuda:-1", "cuda:0 1", "cuda:99999999999999999999"]
+        {
+            assert_eq!(read(bad), None, "{bad}");
+        }
+    }
 }

@@ -4,6 +4,9 @@
 //! Speed comes from an undecorated engine through the scheduler, as a user gets it. The shares come from a second engine
 //! whose devices keep time, so that the clocks do not slow what is reported. The peak of memory is read before that.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
@@ -12,20 +15,28 @@ use std::time::{Duration, Instant};
 use serde_json::{Value as Json, json};
 
 use super::args::BenchArgs;
+use super::device::{Chosen, chosen};
 use super::{CliError, Exit, options};
 use crate::checkpoint::Checkpoint;
 use crate::comm::timed::TimedCollective;
-use crate::device::cpu::CpuDevice;
 use crate::device::cpu::host::{Bandwidth, peak_resident, read_bandwidth};
 use crate::device::timed::{Clock, Spent, Timed};
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
-use crate::engine::{Engine, Options, cpu_collective};
+use crate::engine::{Backend, Engine, Options};
 use crate::report::table::{bytes, table};
 use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
 
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    match chosen(&args.device)? {
+        Chosen::Cpu(backend) => run_on(&backend, args, out),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => gpu::run(&backend, args, out),
+    }
+}
+
+fn run_on<B: Backend>(backend: &B, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let start = Instant::now();
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let opened = start.elapsed();
@@ -37,7 +48,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     let prompt = prompt(config.vocab, args.prompt);
 
     let start = Instant::now();
-    let mut engine = Engine::cpu(checkpoint.clone(), args.tp, options)?;
+    let mut engine = Engine::on(backend, checkpoint.clone(), args.tp, options)?;
     let loaded = start.elapsed();
     measure(&mut engine, &prompt, args.steps, &[])?; // warms caches and buffers
     let mut speed = Speed::default();
@@ -48,12 +59,13 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     }
     drop(engine);
     let peak = peak_resident();
-    let shares = shares(&checkpoint, args, options, &prompt)?;
+    let shares = shares(backend, &checkpoint, args, options, &prompt)?;
     let elements: u64 = budget.trunk.iter().map(|l| l.param.kind.shape(config).iter().product::<usize>() as u64).sum();
     let report = Report {
         name: checkpoint.name(),
         args,
         attention: options.attention.name(),
+        recipe: backend.recipe().name(),
         opened,
         loaded,
         weights: budget.trunk_bytes(),
@@ -130,7 +142,8 @@ fn measure(engine: &mut Engine, prompt: &[u32], steps: usize, clocks: &[Arc<Cloc
 }
 
 /// The same run with clocks on every rank.
-fn shares(
+fn shares<B: Backend>(
+    backend: &B,
     checkpoint: &Arc<Checkpoint>,
     args: &BenchArgs,
     options: Options,
@@ -138,8 +151,9 @@ fn shares(
 ) -> Result<Phases, CliError> {
     let plan = Arc::new(TpPlan::new(checkpoint.config(), args.tp)?);
     let clocks: Vec<Arc<Clock>> = (0..args.tp).map(|_| Arc::default()).collect();
-    let devices = clocks.iter().enumerate().map(|(rank, c)| Timed::new(CpuDevice::new(rank), c.clone())).collect();
-    let comm = Arc::new(TimedCollective::new(cpu_collective(args.tp), clocks.clone()));
+    let (devices, comm) = backend.devices(args.tp, &options, checkpoint.config())?;
+    let devices = devices.into_iter().zip(&clocks).map(|(device, clock)| Timed::new(device, clock.clone())).collect();
+    let comm = Arc::new(TimedCollective::new(comm, clocks.clone()));
     let mut engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options)?;
     measure(&mut engine, prompt, args.steps, &[])?;
     measure(&mut engine, prompt, args.steps, &clocks)
@@ -203,6 +217,7 @@ struct Report<'a> {
     name: &'a str,
     args: &'a BenchArgs,
     attention: &'static str,
+    recipe: &'static str,
     opened: Duration,
     loaded: Duration,
     /// Per rank, by the plan.
@@ -230,6 +245,7 @@ impl Report<'_> {
         };
         json!({
             "model": self.name, "tp": self.args.tp, "attention": self.attention,
+            "device": self.args.device.device.to_string(), "recipe": self.recipe,
             "threads": rayon::current_num_threads(),
             "open_seconds": self.opened.as_secs_f64(), "load_seconds": self.loaded.as_secs_f64(),
             "prefill_tokens_per_second": speed(self.args.prompt, &self.speed.prefill),
@@ -250,7 +266,9 @@ impl Report<'_> {
 
     fn print(&self, out: &mut dyn Write) -> std::io::Result<()> {
         let threads = rayon::current_num_threads();
-        writeln!(out, "{}, tp {}, attention {}, {threads} threads", self.name, self.args.tp, self.attention)?;
+        let (device, recipe) = (&self.args.device.device, self.recipe);
+        let (tp, attention) = (self.args.tp, self.attention);
+        writeln!(out, "{}, tp {tp}, {device}, recipe {recipe}, attention {attention}, {threads} threads", self.name)?;
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         writeln!(out, "  load     open {:.0} ms, weights to ranks {:.0} ms", ms(self.opened), ms(self.loaded))?;
         let repeats = self.args.repeat;

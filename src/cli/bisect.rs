@@ -5,7 +5,7 @@ use std::io::Write;
 use serde_json::{Value as Json, json};
 
 use super::args::BisectArgs;
-use super::subject::{Bar, engines, list_faults, subject};
+use super::subject::{Bar, device_name, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::diagnose::bisect::{self, Bisection, Culprit};
 use crate::report::table::{facts, ranges};
@@ -39,11 +39,12 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
             found
         }
     };
+    let device = device_name(&args.subject, &subject);
     if args.subject.model.json {
-        serde_json::to_writer_pretty(&mut *out, &document(&subject, &found))?;
+        serde_json::to_writer_pretty(&mut *out, &document(&subject, &device, &found))?;
         writeln!(out)?;
     } else {
-        print(&subject, &found, out)?;
+        print(&subject, &device, &found, out)?;
     }
     Ok(match found.verdict {
         Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
@@ -56,12 +57,13 @@ fn kind(culprit: &Culprit) -> &str {
     culprit.explanation.as_ref().map_or("UNKNOWN", |e| e.kind)
 }
 
-fn print(subject: &Subject, found: &Bisection, out: &mut dyn Write) -> std::io::Result<()> {
+fn print(subject: &Subject, device: &str, found: &Bisection, out: &mut dyn Write) -> std::io::Result<()> {
     writeln!(
         out,
-        "{}: tp {}, attention {}, {}; {} operations judged at {} rows\n",
+        "{}: tp {}, {device}, recipe {}, attention {}, {}; {} operations judged at {} rows\n",
         subject.checkpoint.name(),
         subject.tp,
+        subject.recipe.name(),
         subject.attention.name(),
         subject.prompt,
         found.judged,
@@ -146,7 +148,7 @@ fn number(x: f64) -> Json {
     if x.is_finite() { json!(x) } else { json!(x.to_string()) }
 }
 
-fn document(subject: &Subject, found: &Bisection) -> Json {
+fn document(subject: &Subject, device: &str, found: &Bisection) -> Json {
     let culprit = found.culprit.as_ref().map(|c| {
         json!({
             "kind": kind(c),
@@ -169,6 +171,8 @@ fn document(subject: &Subject, found: &Bisection) -> Json {
     json!({
         "model": subject.checkpoint.name(),
         "tp": subject.tp,
+        "device": device,
+        "recipe": subject.recipe.name(),
         "verdict": found.verdict.name(),
         "judged": found.judged,
         "unmeasured": found.unmeasured,

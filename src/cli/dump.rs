@@ -54,11 +54,12 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
     if points.is_empty() {
         return Err(CliError::Usage("--filter: expected to match a probe point, found none".into()));
     }
-    let c = subject.checkpoint.config();
+    let (c, device) = (subject.checkpoint.config(), args.subject.device.device.to_string());
     let meta = Meta {
         model: subject.checkpoint.name().into(),
         digest: subject.checkpoint.digest(),
-        recipe: "strict".into(),
+        recipe: subject.recipe.name().into(),
+        device: Some(device.clone()),
         rms_eps: Some(c.rms_eps),
         latent_eps: Some(c.latent_eps),
         index_eps: Some(c.index_eps),
@@ -68,14 +69,16 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
         let names: Vec<String> = points.iter().map(|(p, layer)| p.full_name(*layer)).collect();
         let document = json!({
             "out": args.out, "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
-            "attention": trace.attention.name(), "digest": meta.digest,
+            "attention": trace.attention.name(), "digest": meta.digest, "device": device, "recipe": meta.recipe,
         });
         serde_json::to_writer_pretty(&mut *out, &document)?;
         writeln!(out)?;
     } else {
         let (path, n, tokens) = (args.out.display(), points.len(), trace.ids.len());
         let attention = trace.attention.name();
-        writeln!(out, "{path}: {n} points of {tokens} tokens on {} ranks ({attention}; {})", trace.tp, subject.prompt)?;
+        let (tp, recipe, prompt) = (trace.tp, &meta.recipe, &subject.prompt);
+        let how = format!("{device}, recipe {recipe}, {attention}; {prompt}");
+        writeln!(out, "{path}: {n} points of {tokens} tokens on {tp} ranks ({how})")?;
     }
     Ok(Exit::Ok)
 }

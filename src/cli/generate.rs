@@ -7,9 +7,8 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::args::GenerateArgs;
-use super::{CliError, Exit, options};
+use super::{CliError, Exit, device, options};
 use crate::checkpoint::Checkpoint;
-use crate::engine::Engine;
 use crate::engine::generate::generate;
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Finish, Request};
@@ -17,6 +16,7 @@ use crate::tokenize::{ChatMessage, Tokenizer};
 
 pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     check(args)?;
+    let engines = device::engines(&args.device, None)?;
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let spec = checkpoint.tokenizer_spec()?;
     let tokenizer = Tokenizer::new(&spec)?;
@@ -28,7 +28,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         tokenizer.chat_ids(&messages, true, &serde_json::Map::new())?
     };
     let prompt_tokens = prompt.len();
-    let mut engine = Engine::cpu(checkpoint.clone(), args.tp, options(&checkpoint, &args.engine)?)?;
+    let mut engine = engines.engine(&checkpoint, args.tp, options(&checkpoint, &args.engine)?)?;
     let stops = tokenizer.stop_ids();
     if let Some(warning) = &stops.warning {
         writeln!(std::io::stderr(), "lockstep: {warning}")?;
@@ -70,6 +70,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         let document = json!({
             "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
             "attention": engine.options().attention.name(), "tp": engine.tp(), "seed": args.seed,
+            "device": args.device.device.to_string(), "recipe": engines.recipe().name(),
             "prefill_seconds": prefill.as_secs_f64(), "decode_tokens_per_second": decode,
         });
         serde_json::to_writer_pretty(&mut *out, &document)?;
@@ -79,11 +80,13 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         writeln!(
             std::io::stderr(),
             "[{prompt_tokens} prompt tokens in {:.0} ms; {} tokens at {decode:.0} tokens/s; finish: {reason}; \
-             attention: {}; tp {}]",
+             attention: {}; tp {}, {}, recipe {}]",
             prefill.as_secs_f64() * 1e3,
             ids.len(),
             engine.options().attention.name(),
-            engine.tp()
+            engine.tp(),
+            args.device.device,
+            engines.recipe().name()
         )?;
     }
     Ok(Exit::Ok)

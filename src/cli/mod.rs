@@ -3,10 +3,15 @@
 pub mod args;
 mod bench;
 mod bisect;
+mod device;
+mod doctor;
 mod dump;
 mod generate;
 mod inspect;
+#[cfg(feature = "cuda")]
+mod kernels;
 mod subject;
+mod synth;
 mod verify;
 
 use std::io::Write;
@@ -16,6 +21,7 @@ use crate::diagnose::faults::InjectError;
 use crate::engine::{Attention, EngineError, Options};
 use crate::probe::dump::DumpError;
 use crate::shard::ShardError;
+use crate::synth::SynthError;
 use crate::tokenize::TokenizeError;
 use crate::verify::VerifyError;
 use args::{AttentionArg, Cli, Command, EngineArgs};
@@ -63,6 +69,8 @@ pub enum CliError {
     Inject(#[from] InjectError),
     #[error(transparent)]
     Dump(#[from] DumpError),
+    #[error(transparent)]
+    Synth(#[from] SynthError),
     #[error("{0}")]
     Usage(String),
     #[error("cannot write the output: {0}")]
@@ -83,6 +91,10 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
         Command::Generate(args) => generate::run(&args, out),
         Command::Dump(args) => dump::run(&args, out),
         Command::Bench(args) => bench::run(&args, out),
+        Command::Doctor(args) => doctor::run(&args, out),
+        Command::Synth(args) => synth::run(&args, out),
+        #[cfg(feature = "cuda")]
+        Command::Kernels(args) => kernels::run(&args, out),
     }
 }
 

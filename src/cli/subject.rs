@@ -7,13 +7,14 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::args::SubjectArgs;
-use super::{CliError, attention};
+use super::{CliError, attention, device};
 use crate::checkpoint::Checkpoint;
-use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
+use crate::diagnose::faults::decorate::Decorations;
 use crate::diagnose::faults::{CATALOGUE, Injection, inject};
+use crate::engine::Recipe;
 use crate::probe::dump;
 use crate::tokenize::Tokenizer;
-use crate::verify::{Engines, PlainEngines, Progress, Subject};
+use crate::verify::{Engines, Progress, Subject};
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -36,14 +37,22 @@ fn degree(args: &SubjectArgs) -> usize {
 /// Engines with the faults of `--inject`, or plain ones.
 pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> {
     if args.inject.is_empty() {
-        return Ok(Box::new(PlainEngines));
+        return device::engines(&args.device, None);
     }
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
     let mut faults = Decorations::default();
     for typed in &args.inject {
         inject(&checkpoint, degree(args), &Injection::parse(typed)?, &mut faults)?;
     }
-    Ok(Box::new(FaultyEngines(faults)))
+    device::engines(&args.device, Some(faults))
+}
+
+/// What the judged run ran on, as typed; a dump may say so.
+pub(super) fn device_name(args: &SubjectArgs, subject: &Subject) -> String {
+    match &subject.target {
+        Some(_) => "a dump's".into(),
+        None => args.device.device.to_string(),
+    }
 }
 
 /// Prints every kind and where it can be injected.
@@ -74,6 +83,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     if let Some(t) = &target {
         same_model(&checkpoint, t)?;
     }
+    let recipe = target.as_ref().map_or(Ok(engines.recipe()), recipe_of_dump)?;
     let target = target.map(|t| t.trace);
     let vocab = checkpoint.config().vocab;
     if let Some(id) = target.iter().flat_map(|t| &t.ids).find(|id| **id as usize >= vocab) {
@@ -90,6 +100,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         checkpoint,
         baseline,
         engines,
+        recipe,
         tp: target.as_ref().map_or(tp, |t| t.tp),
         attention: attention(args.attention),
         ids,
@@ -99,6 +110,20 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         target,
         seed: args.seed,
     })
+}
+
+/// How a dump says that it was computed. Another engine's word is noted: it is held to the narrower floors.
+fn recipe_of_dump(dump: &dump::Dump) -> Result<Recipe, CliError> {
+    let (stated, strict) = (&dump.meta.recipe, Recipe::Strict);
+    if let Some(known) = Recipe::named(stated) {
+        return Ok(known);
+    }
+    writeln!(
+        std::io::stderr(),
+        "lockstep: note: the dump's recipe {stated:?} is unknown here; judged as {}",
+        strict.name()
+    )?;
+    Ok(strict)
 }
 
 /// A dump says which model it was made from; another one's is refused, other settings are noted.

@@ -6,12 +6,12 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::args::{StageArg, VerifyArgs};
-use super::subject::{Bar, engines, list_faults, subject};
+use super::subject::{Bar, device_name, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::report::table::table;
 use crate::verify::{
-    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, invariants, logits, tokenizer,
-    weights,
+    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, host, invariants, logits,
+    tokenizer, weights,
 };
 
 /// The stages in order of certainty.
@@ -38,6 +38,12 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
             let start = Instant::now();
             let bar = Bar::new();
             let faulty = |r: &StageReport| r.verdict() >= Verdict::Divergent;
+            let host = |r: &StageReport| r.verdict() == Verdict::Host;
+            if reports.iter().any(host) {
+                let why = "this machine copies or adds wrongly (stage host), so that nothing else is judged";
+                reports.push(StageReport::unmeasured(name(stage), why));
+                continue;
+            }
             let mut report = match run_stage(stage, &subject, &bar) {
                 // What was found before says why this stage cannot run; it must not be lost.
                 Err(e) if reports.iter().any(faulty) => StageReport::unmeasured(name(stage), e.to_string()),
@@ -48,11 +54,12 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         }
     }
     let exit = exit_of(&reports, args);
+    let device = device_name(&args.subject, &subject);
     if args.subject.model.json {
-        serde_json::to_writer_pretty(&mut *out, &document(&subject, &reports, exit))?;
+        serde_json::to_writer_pretty(&mut *out, &document(&subject, &device, &reports, exit))?;
         writeln!(out)?;
     } else {
-        print(&subject, &reports, args.all, exit, out)?;
+        print(&subject, &device, &reports, args.all, exit, out)?;
     }
     Ok(exit)
 }
@@ -72,7 +79,7 @@ fn name(stage: StageArg) -> &'static str {
 
 fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
     match stage {
-        StageArg::Host => Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads")),
+        StageArg::Host => host::run(subject, progress),
         StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
         StageArg::File => file::run(subject, progress),
         StageArg::Tokenizer => tokenizer::run(subject, progress),
@@ -103,6 +110,7 @@ fn exit_of(reports: &[StageReport], args: &VerifyArgs) -> Exit {
 
 fn print(
     subject: &Subject,
+    device: &str,
     reports: &[StageReport],
     all: bool,
     exit: Exit,
@@ -110,9 +118,10 @@ fn print(
 ) -> std::io::Result<()> {
     writeln!(
         out,
-        "{}: tp {}, attention {}, {}, rows judged with seed {}\n",
+        "{}: tp {}, {device}, recipe {}, attention {}, {}, rows judged with seed {}\n",
         subject.checkpoint.name(),
         subject.tp,
+        subject.recipe.name(),
         subject.attention.name(),
         subject.prompt,
         subject.seed
@@ -159,10 +168,12 @@ fn print(
     }
 }
 
-fn document(subject: &Subject, reports: &[StageReport], exit: Exit) -> serde_json::Value {
+fn document(subject: &Subject, device: &str, reports: &[StageReport], exit: Exit) -> serde_json::Value {
     json!({
         "model": subject.checkpoint.name(),
         "tp": subject.tp,
+        "device": device,
+        "recipe": subject.recipe.name(),
         "attention": subject.attention.name(),
         "prompt": subject.prompt,
         "ids": subject.ids,

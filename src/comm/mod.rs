@@ -1,6 +1,11 @@
 //! Where ranks meet. A collective is exact in its order: partial sums are added in rank order in f32, so that every
 //! rank holds the same bits.
 
+pub mod meeting;
+#[cfg(feature = "cuda")]
+pub mod nccl;
+#[cfg(feature = "cuda")]
+pub mod shared_gpu;
 mod threads;
 pub mod timed;
 
@@ -41,6 +46,13 @@ pub trait Collective<D: Device>: Send + Sync {
         n: usize,
         width: usize,
     ) -> Result<(), CommError>;
+    /// Lets every rank see what each has found by [`Device::best`] for `n` rows.
+    ///
+    /// # Errors
+    /// As [`Collective::all_reduce`].
+    fn share_best(&self, _rank: usize, _site: Site, _device: &D, _n: usize) -> Result<(), CommError> {
+        Ok(())
+    }
     /// Wakes every waiting rank with an error; later meetings fail too.
     fn abort(&self, reason: &str);
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::{Collective, CommError};
-use crate::device::timed::Clock;
+use crate::device::timed::{Clock, Timed};
 use crate::device::{Device, Site};
 
 /// The operation under which meetings are counted.
 pub const ALL_REDUCE: &str = "all-reduce";
 
-/// A collective and one clock per rank.
+/// A collective of devices whose time is kept, and one clock per rank.
 pub struct TimedCollective<D> {
     inner: Arc<dyn Collective<D>>,
     clocks: Vec<Arc<Clock>>,
@@ -22,7 +22,7 @@ impl<D: Device> TimedCollective<D> {
     }
 }
 
-impl<D: Device> Collective<D> for TimedCollective<D> {
+impl<D: Device> Collective<Timed<D>> for TimedCollective<D> {
     fn tp(&self) -> usize {
         self.inner.tp()
     }
@@ -31,12 +31,12 @@ impl<D: Device> Collective<D> for TimedCollective<D> {
         &self,
         rank: usize,
         site: Site,
-        device: &D,
+        device: &Timed<D>,
         buf: &mut D::Buf,
         n: usize,
         width: usize,
     ) -> Result<(), CommError> {
-        let mut meet = || self.inner.all_reduce(rank, site, device, buf, n, width);
+        let mut meet = || self.inner.all_reduce(rank, site, device.inner(), buf, n, width);
         match self.clocks.get(rank) {
             Some(clock) => clock.time(ALL_REDUCE, meet),
             None => meet(),

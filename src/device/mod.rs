@@ -6,13 +6,18 @@
 //! it takes a tap that says whether they are wanted.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod recipe;
 pub mod timed;
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::checkpoint::Matrix;
 use crate::engine::batch::Batch;
 use crate::model::Config;
+use crate::quant::QuantType;
 
 /// Where in the forward pass a device or collective call belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,11 +49,79 @@ pub struct DeviceError {
     pub problem: String,
 }
 
+/// Rows and whole blocks of columns of a stored matrix. Nothing is copied until a device takes it, since a rank's part of
+/// an expert stack can be larger than the host's memory.
+#[derive(Debug)]
+pub struct Piece<'a> {
+    /// Type of the blocks.
+    pub ty: QuantType,
+    /// Rows.
+    pub rows: usize,
+    /// Values per row.
+    pub cols: usize,
+    source: Cow<'a, [u8]>,
+    /// Where the first row's bytes start in the source, and from one row's to the next's.
+    start: usize,
+    stride: usize,
+}
+
+impl<'a> Piece<'a> {
+    /// Rows `rows` and columns `cols` (whole blocks) of a matrix.
+    pub fn new(matrix: Matrix<'a>, rows: Range<usize>, cols: Range<usize>) -> Self {
+        let stride = matrix.ty.row_bytes(matrix.cols);
+        let start = rows.start * stride + matrix.ty.row_bytes(cols.start);
+        Piece { ty: matrix.ty, rows: rows.len(), cols: cols.len(), source: matrix.bytes, start, stride }
+    }
+
+    /// Bytes of one row.
+    fn row_bytes(&self) -> usize {
+        self.ty.row_bytes(self.cols)
+    }
+
+    /// Bytes in all.
+    pub fn len(&self) -> usize {
+        self.rows * self.row_bytes()
+    }
+
+    /// True without rows or columns.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Copies the bytes from `first` on, as many as `out` holds.
+    pub fn copy(&self, first: usize, out: &mut [u8]) {
+        let row_bytes = self.row_bytes();
+        if row_bytes == self.stride {
+            out.copy_from_slice(&self.source[self.start + first..][..out.len()]);
+            return;
+        }
+        let mut done = 0;
+        while done < out.len() {
+            let (row, at) = ((first + done) / row_bytes, (first + done) % row_bytes);
+            let n = (row_bytes - at).min(out.len() - done);
+            out[done..done + n].copy_from_slice(&self.source[self.start + row * self.stride + at..][..n]);
+            done += n;
+        }
+    }
+
+    /// All bytes, side by side.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self.source {
+            Cow::Owned(bytes) if bytes.len() == self.rows * self.ty.row_bytes(self.cols) => bytes,
+            _ => {
+                let mut bytes = vec![0; self.len()];
+                self.copy(0, &mut bytes);
+                bytes
+            }
+        }
+    }
+}
+
 /// One part of a fused parameter as a rank holds it.
 #[derive(Debug)]
 pub struct PartSpec<'a> {
-    /// One matrix per entry of the stack (one for plain matrices): the rank's rows, covered columns, file layout.
-    pub stack: Vec<Matrix<'a>>,
+    /// One piece per entry of the stack (one for plain matrices): the rank's rows, covered columns, file layout.
+    pub stack: Vec<Piece<'a>>,
     /// The columns that belong to the rank, counted from the first covered one.
     pub cols: Range<usize>,
     /// The first covered column, counted in the whole parameter.
@@ -90,6 +163,30 @@ pub struct CacheShape {
     pub width: usize,
 }
 
+/// What a step is laid out for. A device that records steps rounds up, so that one recording serves many steps; rows
+/// behind the batch's own then hold tokens without a position, which take part in nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StepShape {
+    /// Rows of tokens.
+    pub tokens: usize,
+    /// Keys that the longest sequence may have.
+    pub context: usize,
+    /// Rows of logits.
+    pub logits: usize,
+    /// True if the step may be recorded and replayed.
+    pub recorded: bool,
+    /// True if the device chooses each row's next token and puts it into its own inputs.
+    pub ahead: bool,
+}
+
+impl StepShape {
+    /// The shape of just this batch.
+    pub fn exact(batch: &Batch) -> Self {
+        let context = batch.tokens.iter().map(|t| t.position as usize + 1).max().unwrap_or(0);
+        StepShape { tokens: batch.tokens.len(), context, logits: batch.logits.len(), recorded: false, ahead: false }
+    }
+}
+
 /// The operations. `n` is the number of rows (tokens) of this step; buffers may have room for more.
 ///
 /// # Errors
@@ -121,8 +218,51 @@ pub trait Device: Send + Sized + 'static {
     fn read_cols(&self, weight: &Self::Weight, part: usize) -> Result<Columns, DeviceError>;
     /// Allocates inputs for at most `tokens` tokens of `sequences` sequences of `pages` pages.
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Self::Inputs, DeviceError>;
+    /// The shape to run a batch in. A step that is listened to is never recorded.
+    fn shape(&self, _inputs: &Self::Inputs, batch: &Batch, _listened: bool) -> StepShape {
+        StepShape::exact(batch)
+    }
     /// Replaces a step's inputs.
-    fn set_inputs(&self, inputs: &mut Self::Inputs, batch: &Batch) -> Result<(), DeviceError>;
+    fn set_inputs(&self, inputs: &mut Self::Inputs, batch: &Batch, shape: StepShape) -> Result<(), DeviceError>;
+    /// Replays the recording of a shape; false if there is none, and then the operations that follow are run, and may be
+    /// recorded, until [`Device::finish`].
+    fn replay(&self, _shape: StepShape) -> Result<bool, DeviceError> {
+        Ok(false)
+    }
+    /// Ends a step whose operations were given one by one.
+    fn finish(&self, _shape: StepShape) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// Most rows for which the device can choose the next tokens itself, and so run a step before the host has seen the
+    /// last one; a power of two, or 0 if it cannot.
+    fn runs_ahead(&self) -> usize {
+        0
+    }
+    /// The context to lay a step out for whose longest sequence has `longest` keys.
+    fn context(&self, _inputs: &Self::Inputs, longest: usize) -> usize {
+        longest
+    }
+    /// The best of this rank's logits in each of `n` rows: `width` of them, the first of token `first`. For devices that
+    /// run ahead.
+    fn best(&self, site: Site, _: &Self::Buf, _first: usize, _width: usize, _n: usize) -> Result<(), DeviceError> {
+        Err(self.cannot_run_ahead(site))
+    }
+    /// The best over `ranks` ranks becomes each row's next token, in the inputs.
+    fn advance(&self, site: Site, _: &mut Self::Inputs, _ranks: usize, _n: usize) -> Result<(), DeviceError> {
+        Err(self.cannot_run_ahead(site))
+    }
+    /// Lets the host have the tokens of the step given last, once it has run: see [`Device::posted`].
+    fn post(&self, site: Site, _: &mut Self::Inputs, _n: usize) -> Result<(), DeviceError> {
+        Err(self.cannot_run_ahead(site))
+    }
+    /// The tokens of the oldest step that was posted and not taken yet. Waits for it.
+    fn posted(&self, site: Site, _: &mut Self::Inputs) -> Result<Vec<u32>, DeviceError> {
+        Err(self.cannot_run_ahead(site))
+    }
+    /// The error of a device that does not run ahead.
+    fn cannot_run_ahead(&self, site: Site) -> DeviceError {
+        DeviceError { rank: 0, site, problem: "this device does not choose tokens itself".into() }
+    }
     /// Allocates a cache.
     fn cache(&self, shape: CacheShape) -> Result<Self::Cache, DeviceError>;
 
@@ -219,13 +359,14 @@ pub trait Device: Send + Sized + 'static {
         out: &mut Self::Buf,
         out_start: usize,
     ) -> Result<(), DeviceError>;
-    /// The rows whose logits are wanted, in order.
+    /// The `n` rows whose logits are wanted, in order.
     fn take_rows(
         &self,
         site: Site,
         x: &Self::Buf,
         width: usize,
         inputs: &Self::Inputs,
+        n: usize,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError>;
     /// `x += y`, whole rows of `width`.
@@ -268,7 +409,7 @@ pub trait Device: Send + Sized + 'static {
         weights: &Self::Buf,
         weight_cols: Range<usize>,
         inputs: &Self::Inputs,
-        n: usize,
+        shape: StepShape,
         top_k: usize,
         chosen: &mut Self::Index,
         scores: Option<&mut Self::Buf>,
@@ -287,7 +428,7 @@ pub trait Device: Send + Sized + 'static {
         scale: f32,
         chosen: Option<&Self::Index>,
         inputs: &Self::Inputs,
-        n: usize,
+        shape: StepShape,
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError>;
     /// Router: from logits to choice scores, chosen experts (best first, ties to the lowest) and their weights.
@@ -297,6 +438,7 @@ pub trait Device: Send + Sized + 'static {
         config: &Config,
         logits: &Self::Buf,
         bias: &Self::Buf,
+        inputs: &Self::Inputs,
         n: usize,
         choice_scores: &mut Self::Buf,
         ids: &mut Self::Index,

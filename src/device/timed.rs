@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use crate::engine::batch::Batch;
 use crate::model::Config;
 
@@ -59,6 +59,11 @@ impl<D> Timed<D> {
     pub fn new(inner: D, clock: Arc<Clock>) -> Self {
         Timed { inner, clock }
     }
+
+    /// The device whose time is kept.
+    pub fn inner(&self) -> &D {
+        &self.inner
+    }
 }
 
 /// Operations with a site: the inner one, timed.
@@ -98,8 +103,18 @@ impl<D: Device> Device for Timed<D> {
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<D::Inputs, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)
     }
-    fn set_inputs(&self, inputs: &mut D::Inputs, batch: &Batch) -> Result<(), DeviceError> {
-        self.inner.set_inputs(inputs, batch)
+    /// Operations are timed one by one, so no step is recorded.
+    fn shape(&self, inputs: &D::Inputs, batch: &Batch, _: bool) -> StepShape {
+        self.inner.shape(inputs, batch, true)
+    }
+    fn set_inputs(&self, inputs: &mut D::Inputs, batch: &Batch, shape: StepShape) -> Result<(), DeviceError> {
+        self.inner.set_inputs(inputs, batch, shape)
+    }
+    fn replay(&self, shape: StepShape) -> Result<bool, DeviceError> {
+        self.inner.replay(shape)
+    }
+    fn finish(&self, shape: StepShape) -> Result<(), DeviceError> {
+        self.inner.finish(shape)
     }
     fn cache(&self, shape: CacheShape) -> Result<D::Cache, DeviceError> {
         self.inner.cache(shape)
@@ -130,7 +145,7 @@ impl<D: Device> Device for Timed<D> {
         fn rope(x: &mut D::Buf, heads: Heads, base: f64, inputs: &D::Inputs, n: usize);
         fn scale(x: &mut D::Buf, cols: Range<usize>, factor: f32, n: usize);
         fn copy(x: &D::Buf, cols: Range<usize>, n: usize, out: &mut D::Buf, out_start: usize);
-        fn take_rows(x: &D::Buf, width: usize, inputs: &D::Inputs, out: &mut D::Buf);
+        fn take_rows(x: &D::Buf, width: usize, inputs: &D::Inputs, n: usize, out: &mut D::Buf);
         fn add(x: &mut D::Buf, y: &D::Buf, width: usize, n: usize);
         fn add_norm(
             residual: &mut D::Buf, delta: &D::Buf, w: &D::Buf, eps: f32, width: usize, n: usize, out: &mut D::Buf,
@@ -140,14 +155,15 @@ impl<D: Device> Device for Timed<D> {
         );
         fn index_top_k(
             cache: &D::Cache, layer: usize, q: &D::Buf, q_heads: Heads, weights: &D::Buf, weight_cols: Range<usize>,
-            inputs: &D::Inputs, n: usize, top_k: usize, chosen: &mut D::Index, scores: Option<&mut D::Buf>,
+            inputs: &D::Inputs, shape: StepShape, top_k: usize, chosen: &mut D::Index, scores: Option<&mut D::Buf>,
         );
         fn attend(
             cache: &D::Cache, layer: usize, q_latent: &D::Buf, latent_heads: Heads, q_rope: &D::Buf,
-            rope_heads: Heads, scale: f32, chosen: Option<&D::Index>, inputs: &D::Inputs, n: usize, out: &mut D::Buf,
+            rope_heads: Heads, scale: f32, chosen: Option<&D::Index>, inputs: &D::Inputs, shape: StepShape, out: &mut D::Buf,
         );
         fn route(
-            config: &Config, logits: &D::Buf, bias: &D::Buf, n: usize, choice_scores: &mut D::Buf, ids: &mut D::Index,
+            config: &Config, logits: &D::Buf, bias: &D::Buf, inputs: &D::Inputs, n: usize, choice_scores: &mut D::Buf,
+            ids: &mut D::Index,
         );
         fn expert_weights(config: &Config, logits: &D::Buf, ids: &D::Index, n: usize, weights: &mut D::Buf);
         fn swiglu(x: &D::Buf, width: usize, n: usize, out: &mut D::Buf, out_start: usize);

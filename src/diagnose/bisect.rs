@@ -113,7 +113,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
     let mut seen: Vec<OpFinding> = Vec::new();
     for_traces(subject, &mut |trace| {
         let every: Vec<usize> = (0..trace.ids.len()).collect();
-        let judge = judge_of(&config, &weights, trace, &subject.rows, &every);
+        let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
         for (point, layer) in expected_points(&judge, trace, subject) {
             progress.at("bisect: layers replayed", layer.map_or(0, |l| l + 1), config.layers);
             let finding = judge_op(&judge, trace, point, layer, subject)?;
@@ -262,6 +262,14 @@ fn explain(
                 *entry = (entry.0 + 1, entry.1.min(rho));
             }
         }
+    }
+    // A lost contribution and zeros for the data that it is made from predict the same values: the bytes decide.
+    if subject.target.is_none() && fits.iter().any(|f| f.of_data) && fits.iter().any(|f| !f.of_data) {
+        if engine.is_none() {
+            engine = Some(subject.engine()?);
+        }
+        let held = |rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param);
+        fits.retain(|f| f.of_data != op.is_as_in_file(&f.ranks, &held));
     }
     // The best fit first; where several fit alike, the one that explains most ranks.
     let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.rho.0 / e.rho.1 };

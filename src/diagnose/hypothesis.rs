@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array2, Axis, Slice as NdSlice};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
+use lockstep_reference::weights::file_tensor;
 use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
 
 use crate::checkpoint::oracle::Raw;
@@ -41,6 +42,8 @@ pub enum Alter<'a> {
     Weights(Box<dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a>),
     /// How the model is run.
     Options(Options),
+    /// What these ranks add to the sum over ranks that the operation is: nothing.
+    Missing(Vec<usize>),
 }
 
 /// An explanation.
@@ -122,7 +125,7 @@ impl OpContext<'_> {
 
     /// The name of a parameter's tensor in the file.
     pub fn tensor(&self, layer: Option<usize>, param: Param) -> String {
-        let found = lockstep_reference::weights::file_tensor(self.raw, self.config, layer, param, Some(0));
+        let found = file_tensor(self.raw, self.config, layer, param, Some(0));
         found.ok().flatten().map_or_else(|| format!("{param:?}"), |(name, _)| name)
     }
 
@@ -161,15 +164,56 @@ impl OpContext<'_> {
     ) -> Result<Result<Residual, Unjudged>, VerifyError> {
         let change = |rank: usize, key: Key| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
-            Alter::Options(_) => Ok(None),
+            Alter::Missing(ranks) if key.1 == Param::Embed => self.unanswered(ranks, rank, key).map(Some),
+            Alter::Options(_) | Alter::Missing(_) => Ok(None),
         };
         let options = match hypothesis.alter {
             Alter::Options(options) => options,
-            Alter::Weights(_) => self.judge.options,
+            Alter::Weights(_) | Alter::Missing(_) => self.judge.options,
         };
         let judge = Judge { options, orders: self.judge.orders.clone(), ..*self.judge };
-        let slices = Slices::collect(&judge, self.trace, point, self.layer, &change, Some(&self.ranks))?;
+        let silent = match &hypothesis.alter {
+            Alter::Missing(ranks) => Some(self.silent(ranks, &judge, point)),
+            Alter::Weights(_) | Alter::Options(_) => None,
+        };
+        let trace = silent.as_ref().unwrap_or(self.trace);
+        let slices = Slices::collect(&judge, trace, point, self.layer, &change, Some(&self.ranks))?;
         Ok(slices.map(|s| Residual { deciding: s.deciding(), whole: s.whole() }))
+    }
+
+    /// The operation and its inputs, as if `ranks` had nothing to add. Every rank's part of such a sum is linear in what
+    /// the rank holds of the inputs.
+    fn silent(&self, ranks: &[usize], judge: &Judge<'_>, point: Point) -> Trace {
+        let name = point.full_name(self.layer);
+        let inputs = judge.inputs(&name).unwrap_or_default();
+        let points: Vec<_> =
+            inputs.iter().chain([&name]).filter_map(|n| Point::parse(n)).map(|(l, p)| (p, l)).collect();
+        self.trace.without(ranks, &points)
+    }
+
+    /// A row of the embedding when `ranks` do not answer for theirs.
+    fn unanswered(&self, ranks: &[usize], rank: usize, key: Key) -> Result<Value, RefError> {
+        let base = value_of(self.weights, key)?;
+        let zeros = match &base {
+            Value::Vector(v) => Value::Vector(Arc::new(v.mapv(|_| 0.0))),
+            other => other.clone(),
+        };
+        on_ranks(&|r| self.placement(key.1, r), ranks, rank, key, &base, zeros)
+    }
+
+    /// True when the devices of `ranks` hold what the file has of every parameter of the operation.
+    pub fn is_as_in_file(&self, ranks: &[usize], held: Held<'_>) -> bool {
+        let part = |layer, param, rank| {
+            let (_, tensor) = file_tensor(self.raw, self.config, layer, param, None).ok()??;
+            let split = Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor };
+            cut(self.config, param, &tensor, split).ok()
+        };
+        let right = |layer, param, rank| {
+            let (part, held) = (part(layer, param, rank), held(rank, layer, param));
+            // Behind the last row of the file a vocabulary may be padded.
+            part.zip(held).is_some_and(|(part, held)| held.starts_with(&part.bytes))
+        };
+        self.params().iter().all(|(layer, param)| ranks.iter().all(|rank| right(*layer, *param, *rank)))
     }
 
     /// True when every affected rank's device holds exactly the bytes that the hypothesis predicts.

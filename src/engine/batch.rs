@@ -21,4 +21,6 @@ pub struct Batch {
     pub tables: Vec<Vec<u32>>,
     /// Rows of `tokens` whose logits are wanted, ascending.
     pub logits: Vec<u32>,
+    /// The device is to choose every row's next token itself (greedily), and to be ready to run on with it.
+    pub ahead: bool,
 }

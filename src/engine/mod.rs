@@ -4,6 +4,7 @@
 //! captures. The engine knows neither the reference nor the checks, and contains no fault code: faults enter through
 //! decorated sources, plans, devices and collectives.
 
+pub mod backend;
 pub mod batch;
 pub mod generate;
 pub mod kv;
@@ -17,6 +18,8 @@ mod weights;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use crate::device::recipe::Recipe;
+pub use backend::{Backend, CpuBackend};
 use batch::Batch;
 use kv::{CacheFull, KvPool, PAGE};
 use rank::RankThread;
@@ -24,7 +27,6 @@ pub use step::Room;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::comm::{Collective, CommError, Solo, Threads};
-use crate::device::cpu::CpuDevice;
 use crate::device::{Columns, Device, DeviceError};
 use crate::model::{Config, Param};
 use crate::probe::{Captured, Probe};
@@ -113,6 +115,8 @@ pub struct Engine {
     config: Config,
     options: Options,
     pool: KvPool,
+    /// Most rows with which the devices can run ahead of the host.
+    runs_ahead: usize,
 }
 
 impl Engine {
@@ -121,9 +125,22 @@ impl Engine {
     /// # Errors
     /// An illegal degree, and everything that loading refuses.
     pub fn cpu(checkpoint: Arc<Checkpoint>, tp: usize, options: Options) -> Result<Self, EngineError> {
+        Self::on(&CpuBackend, checkpoint, tp, options)
+    }
+
+    /// Starts `tp` ranks of a kind of device without decoration.
+    ///
+    /// # Errors
+    /// An illegal degree, devices that are not there, and everything that loading refuses.
+    pub fn on<B: Backend>(
+        backend: &B,
+        checkpoint: Arc<Checkpoint>,
+        tp: usize,
+        options: Options,
+    ) -> Result<Self, EngineError> {
         let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
-        let devices = (0..tp).map(CpuDevice::new).collect();
-        Self::start(&|_| checkpoint.clone(), plan, devices, cpu_collective(tp), options)
+        let (devices, comm) = backend.devices(tp, &options, checkpoint.config())?;
+        Self::start(&|_| checkpoint.clone(), plan, devices, comm, options)
     }
 
     /// Starts one rank per device, each loading from its own view of the model. All load at the same time; the first
@@ -147,12 +164,11 @@ impl Engine {
             let (checkpoint, plan, comm) = (checkpoint(rank), plan.clone(), comm.clone());
             ranks.push(RankThread::spawn(rank, options.attention, room, device, checkpoint, plan, comm)?);
         }
-        let mut loaded = Ok(());
-        for rank in &ranks {
-            loaded = loaded.and(rank.loaded());
-        }
-        loaded?;
-        Ok(Engine { ranks, config, options, pool: KvPool::new(pages) })
+        // All are heard, so that none still loads when the first failure is told.
+        let loaded: Vec<Result<usize, EngineError>> = ranks.iter().map(RankThread::loaded).collect();
+        let rows: Vec<usize> = loaded.into_iter().collect::<Result<_, _>>()?;
+        let runs_ahead = rows.into_iter().min().unwrap_or(0);
+        Ok(Engine { ranks, config, options, pool: KvPool::new(pages), runs_ahead })
     }
 
     /// The configuration.
@@ -202,6 +218,41 @@ impl Engine {
             Some(e) => Err(e),
             None => Ok(self.join(&batch, outputs)),
         }
+    }
+
+    /// True if the devices can choose tokens (greedily) for so many rows, and run ahead of the host.
+    pub fn runs_ahead(&self, rows: usize) -> bool {
+        rows.next_power_of_two() <= self.runs_ahead.min(self.options.chunk)
+    }
+
+    /// Behind a step of a batch with `ahead`: runs the next one, whose tokens are those that the devices have chosen, and
+    /// returns the tokens that the step before it chose, one per row. `longest` keys are visible to the longest sequence.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn follow(&self, longest: usize) -> Result<Vec<u32>, EngineError> {
+        self.ranks.iter().try_for_each(|rank| rank.follow(longest))?;
+        self.tokens()
+    }
+
+    /// The tokens that the last step given ahead chose.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn chosen(&self) -> Result<Vec<u32>, EngineError> {
+        self.ranks.iter().try_for_each(RankThread::ask_chosen)?;
+        self.tokens()
+    }
+
+    /// Every rank's answer; the first rank's holds the tokens.
+    fn tokens(&self) -> Result<Vec<u32>, EngineError> {
+        let answers: Vec<Result<Vec<u32>, EngineError>> = self.ranks.iter().map(RankThread::tokens).collect();
+        let mut first = None;
+        for answer in answers {
+            let tokens = answer?;
+            first.get_or_insert(tokens);
+        }
+        Ok(first.unwrap_or_default())
     }
 
     /// Joins the ranks' parts of the vocabulary and drops its padding.

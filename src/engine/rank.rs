@@ -17,13 +17,19 @@ use crate::shard::ShardPlan;
 
 enum Command {
     Step(Arc<Batch>, Option<Box<dyn Probe>>),
+    /// Runs the step behind the last one, which was given ahead; the longest sequence then has so many keys.
+    Follow(usize),
+    /// Takes what the last step given ahead has chosen.
+    Chosen,
     ReadWeight(Param),
     ReadCols(Param),
 }
 
 enum Reply {
-    Loaded,
+    /// With the most rows with which the device can run ahead of the host.
+    Loaded(usize),
     Step(RankOutput),
+    Tokens(Vec<u32>),
     Weight(Vec<u8>),
     Cols(Columns),
 }
@@ -64,7 +70,7 @@ impl RankThread {
             drop(checkpoint);
             match loaded {
                 Ok(forward) => {
-                    let _ = outbox.send(Ok(Reply::Loaded)); // the engine may be gone already
+                    let _ = outbox.send(Ok(Reply::Loaded(forward.runs_ahead()))); // the engine may be gone already
                     serve(rank, forward, comm, &inbox, &outbox);
                 }
                 Err(e) => {
@@ -87,9 +93,30 @@ impl RankThread {
         replies.recv().unwrap_or(Err(EngineError::RankGone { rank: self.rank }))
     }
 
-    /// Waits until the rank has loaded.
-    pub(super) fn loaded(&self) -> Result<(), EngineError> {
-        self.receive().map(|_| ())
+    /// Waits until the rank has loaded. Returns the most rows with which its device can run ahead of the host.
+    pub(super) fn loaded(&self) -> Result<usize, EngineError> {
+        match self.receive()? {
+            Reply::Loaded(rows) => Ok(rows),
+            _ => Err(EngineError::RankGone { rank: self.rank }),
+        }
+    }
+
+    /// Tells the rank to run the step behind the last one, see [`Forward::follow`].
+    pub(super) fn follow(&self, longest: usize) -> Result<(), EngineError> {
+        self.send(Command::Follow(longest))
+    }
+
+    /// Asks the rank for what the last step given ahead has chosen.
+    pub(super) fn ask_chosen(&self) -> Result<(), EngineError> {
+        self.send(Command::Chosen)
+    }
+
+    /// Waits for tokens that were chosen ahead.
+    pub(super) fn tokens(&self) -> Result<Vec<u32>, EngineError> {
+        match self.receive()? {
+            Reply::Tokens(tokens) => Ok(tokens),
+            _ => Err(EngineError::RankGone { rank: self.rank }),
+        }
     }
 
     /// Tells the rank to run a step.
@@ -166,11 +193,19 @@ fn serve<D: Device>(
                 ended.map(|ended| {
                     let logits = match ended {
                         Ended::Logits(logits) => logits,
-                        Ended::Stopped => Vec::new(),
+                        Ended::Stopped | Ended::Ahead => Vec::new(),
                     };
                     Reply::Step(RankOutput { logits, captured: probe.map(|mut p| p.take()).unwrap_or_default() })
                 })
             }
+            Command::Follow(longest) => {
+                let tokens = forward.follow(comm.as_ref(), longest);
+                if let Err(e) = &tokens {
+                    comm.abort(&format!("rank {rank}: {e}"));
+                }
+                tokens.map(Reply::Tokens)
+            }
+            Command::Chosen => forward.chosen().map(Reply::Tokens),
             Command::ReadWeight(param) => forward.read_weight(param).map(Reply::Weight),
             Command::ReadCols(param) => forward.read_cols(param).map(Reply::Cols),
         };

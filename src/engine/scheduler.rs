@@ -51,12 +51,35 @@ struct Sequence {
     sampler: Sampler,
 }
 
+impl Sequence {
+    /// True if its next token alone is to run, and the likeliest is to follow.
+    fn is_plain(&self) -> bool {
+        self.ids.len() - self.cached == 1 && self.request.sampling.temperature <= 0.0
+    }
+
+    /// True if the sequence ends with `more` further tokens.
+    fn is_full_with(&self, more: usize, context: usize) -> bool {
+        self.ids.len() + more - self.prompt >= self.request.most || self.ids.len() + more >= context
+    }
+
+    /// Appends a token.
+    fn push(&mut self, token: u32, context: usize) -> Event {
+        self.ids.push(token);
+        let full = self.is_full_with(0, context);
+        let finish =
+            if self.request.stop.contains(&token) { Some(Finish::Stop) } else { full.then_some(Finish::Length) };
+        Event { sequence: self.number, token, finish }
+    }
+}
+
 /// Continuous batching over one engine.
 #[derive(Default)]
 pub struct Scheduler {
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
     next: u64,
+    /// True while the devices run ahead: a step of all running sequences, one token each, is on its way.
+    ahead: bool,
 }
 
 impl Scheduler {
@@ -95,9 +118,14 @@ impl Scheduler {
         !(self.waiting.is_empty() && self.running.is_empty())
     }
 
-    /// Ends a sequence and frees its pages; unknown numbers are ignored.
+    /// Ends a sequence and frees its pages; unknown numbers are ignored. What the devices have on their way is lost for
+    /// the other sequences too, and is run again.
     pub fn cancel(&mut self, engine: &mut Engine, number: u64) {
         self.waiting.retain(|s| s.number != number);
+        if self.ahead && self.running.iter().any(|s| s.number == number) && engine.chosen().is_ok() {
+            self.ahead = false;
+            self.running.iter_mut().for_each(|s| s.cached -= 1);
+        }
         if let Some(i) = self.running.iter().position(|s| s.number == number) {
             engine.pool().release(&mut self.running[i].table);
             self.running.remove(i);
@@ -109,6 +137,9 @@ impl Scheduler {
     /// # Errors
     /// Failures of the engine; a cache that is too small for even one sequence.
     pub fn step(&mut self, engine: &mut Engine) -> Result<Vec<Event>, EngineError> {
+        if self.ahead {
+            return self.step_ahead(engine);
+        }
         self.admit(engine)?;
         let mut batch = Batch::default();
         let mut ran = Vec::new();
@@ -135,6 +166,16 @@ impl Scheduler {
         if ran.is_empty() {
             return Ok(Vec::new());
         }
+        if engine.runs_ahead(ran.len())
+            && ran.len() == self.running.len()
+            && self.running.iter().all(Sequence::is_plain)
+        {
+            batch.ahead = true;
+            engine.step(batch, Vec::new())?;
+            self.running.iter_mut().for_each(|s| s.cached += 1);
+            self.ahead = true;
+            return self.step_ahead(engine);
+        }
         let output = engine.step(batch, Vec::new())?;
         let (vocab, context) = (engine.config().vocab, engine.config().context.min(engine.options().cache_tokens));
         let mut rows = output.logits.chunks_exact(vocab);
@@ -144,17 +185,49 @@ impl Scheduler {
             s.cached += take;
             if let Some(logits) = whole.then(|| rows.next()).flatten() {
                 let token = s.sampler.sample(logits);
-                s.ids.push(token);
-                let full = s.ids.len() - s.prompt >= s.request.most || s.ids.len() >= context;
-                let finish =
-                    if s.request.stop.contains(&token) { Some(Finish::Stop) } else { full.then_some(Finish::Length) };
-                events.push(Event { sequence: s.number, token, finish });
+                events.push(s.push(token, context));
             }
         }
+        self.retire(engine, &events);
+        Ok(events)
+    }
+
+    /// Takes the tokens of the step that is on its way. The next one is given before that, unless a sequence will have
+    /// ended by then, or another waits: the device then never waits for the host.
+    fn step_ahead(&mut self, engine: &mut Engine) -> Result<Vec<Event>, EngineError> {
+        let context = engine.config().context.min(engine.options().cache_tokens);
+        let goes_on = self.waiting.is_empty() && self.running.iter().all(|s| !s.is_full_with(1, context));
+        let tokens = if goes_on {
+            let longest = self.running.iter().map(|s| s.cached + 1).max().unwrap_or(0);
+            let tokens = engine.follow(longest)?;
+            self.running.iter_mut().for_each(|s| s.cached += 1);
+            tokens
+        } else {
+            self.ahead = false;
+            engine.chosen()?
+        };
+        let mut events = self.take(tokens, context);
+        if self.ahead && events.iter().any(|e| e.finish.is_some()) {
+            // One has met its stop id: what is on its way is the last step with it in the batch.
+            self.ahead = false;
+            let ended: Vec<u64> = events.iter().filter(|e| e.finish.is_some()).map(|e| e.sequence).collect();
+            let more = self.take(engine.chosen()?, context);
+            events.extend(more.into_iter().filter(|e| !ended.contains(&e.sequence)));
+        }
+        self.retire(engine, &events);
+        Ok(events)
+    }
+
+    /// One token for every running sequence, in order.
+    fn take(&mut self, tokens: Vec<u32>, context: usize) -> Vec<Event> {
+        self.running.iter_mut().zip(tokens).map(|(s, token)| s.push(token, context)).collect()
+    }
+
+    /// Ends the sequences whose last token came.
+    fn retire(&mut self, engine: &mut Engine, events: &[Event]) {
         for event in events.iter().filter(|e| e.finish.is_some()) {
             self.cancel(engine, event.sequence);
         }
-        Ok(events)
     }
 
     /// Moves waiting sequences in while there are pages for all they may need, so that a running one never starves.

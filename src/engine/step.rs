@@ -11,7 +11,7 @@ use super::listener::{Halt, Listener};
 use super::weights::{Ffn, Layer, VectorId, Weights};
 use super::{Attention, EngineError};
 use crate::comm::Collective;
-use crate::device::{CacheShape, Device, Heads, Site};
+use crate::device::{CacheShape, Device, Heads, Site, StepShape};
 use crate::model::{Config, Param};
 use crate::probe::{Data, Point, Probe};
 use crate::shard::ShardPlan;
@@ -53,6 +53,8 @@ pub struct Forward<D: Device> {
     latent_cache: D::Cache,
     index_cache: D::Cache,
     pub(super) work: Work<D>,
+    /// The shape of the step given last, while the device runs ahead.
+    ahead: StepShape,
 }
 
 /// Every buffer of a step; they hold nothing between steps.
@@ -86,7 +88,12 @@ pub enum Ended {
     Logits(Vec<f32>),
     /// At a probe point, because the listener said so.
     Stopped,
+    /// With the next tokens on the device: see [`Forward::follow`].
+    Ahead,
 }
+
+/// Where the next tokens are chosen, for errors.
+const AHEAD: Site = Site { layer: None, op: "next_token" };
 
 impl<D: Device> Forward<D> {
     /// Allocates everything a rank needs for steps within `room`.
@@ -155,6 +162,7 @@ impl<D: Device> Forward<D> {
             device,
             weights,
             work,
+            ahead: StepShape::exact(&Batch::default()),
         })
     }
 
@@ -169,12 +177,64 @@ impl<D: Device> Forward<D> {
         probe: Option<&mut (dyn Probe + 'static)>,
     ) -> Result<Ended, EngineError> {
         self.check(batch)?;
-        self.device.set_inputs(&mut self.inputs, batch)?;
-        match self.forward(comm, batch, &mut Listener(probe)) {
-            Ok(logits) => Ok(Ended::Logits(logits)),
-            Err(Halt::Stopped) => Ok(Ended::Stopped),
-            Err(Halt::Failed(e)) => Err(e),
+        let shape = self.device.shape(&self.inputs, batch, probe.is_some());
+        self.device.set_inputs(&mut self.inputs, batch, shape)?;
+        if !self.give(comm, shape, probe)? {
+            return Ok(Ended::Stopped);
         }
+        if shape.ahead {
+            self.ahead = shape;
+            return Ok(Ended::Ahead);
+        }
+        let width = self.config.padded_vocab(self.tp) / self.tp;
+        Ok(Ended::Logits(self.device.read(&self.work.logits, batch.logits.len(), 0..width)?))
+    }
+
+    /// Gives a step to the device, from its recording if there is one. False if the listener stopped it.
+    fn give(
+        &mut self,
+        comm: &dyn Collective<D>,
+        shape: StepShape,
+        probe: Option<&mut (dyn Probe + 'static)>,
+    ) -> Result<bool, EngineError> {
+        if !self.device.replay(shape)? {
+            match self.forward(comm, shape, &mut Listener(probe)) {
+                Ok(()) => self.device.finish(shape)?,
+                Err(Halt::Stopped) => return Ok(false),
+                Err(Halt::Failed(e)) => return Err(e),
+            }
+        }
+        if shape.ahead && self.rank == 0 {
+            self.device.post(AHEAD, &mut self.inputs, shape.tokens)?;
+        }
+        Ok(true)
+    }
+
+    /// Gives the step behind the one given last, whose tokens the host has not seen; the longest sequence then has
+    /// `longest` keys. Returns the tokens of the step before it, on rank 0.
+    ///
+    /// # Errors
+    /// Failures of the device or of a collective.
+    pub fn follow(&mut self, comm: &dyn Collective<D>, longest: usize) -> Result<Vec<u32>, EngineError> {
+        self.ahead.context = self.device.context(&self.inputs, longest);
+        self.give(comm, self.ahead, None)?;
+        self.chosen()
+    }
+
+    /// The tokens of the oldest step given ahead that were not returned yet, on rank 0.
+    ///
+    /// # Errors
+    /// Failures of the device.
+    pub fn chosen(&mut self) -> Result<Vec<u32>, EngineError> {
+        if self.rank > 0 {
+            return Ok(Vec::new());
+        }
+        Ok(self.device.posted(AHEAD, &mut self.inputs)?)
+    }
+
+    /// Most rows with which the device can run ahead of the host.
+    pub fn runs_ahead(&self) -> usize {
+        self.device.runs_ahead()
     }
 
     /// The bytes that stand where `param` belongs, read back from the device.
@@ -226,8 +286,8 @@ impl<D: Device> Forward<D> {
         Ok(())
     }
 
-    fn forward(&mut self, comm: &dyn Collective<D>, batch: &Batch, probe: &mut Listener<'_>) -> Result<Vec<f32>, Halt> {
-        let (n, hidden) = (batch.tokens.len(), self.config.hidden);
+    fn forward(&mut self, comm: &dyn Collective<D>, shape: StepShape, probe: &mut Listener<'_>) -> Result<(), Halt> {
+        let (n, hidden) = (shape.tokens, self.config.hidden);
         let site = Site { layer: None, op: Point::Embed.name() };
         let (table, first_row) = self.weights.embedding;
         self.device.embed(site, self.weights.weight(table), first_row, &self.inputs, n, &mut self.work.residual)?;
@@ -242,7 +302,7 @@ impl<D: Device> Forward<D> {
                 self.norm_residual(site, norm, n)?;
             }
             probe.values(self, Point::AttnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
-            self.attention(comm, layer, batch, n, probe)?;
+            self.attention(comm, layer, shape, probe)?;
             let norm = self.weights.layers[layer].ffn_norm;
             self.add_norm(layer, Point::Residual, (Some(layer), Point::FfnNorm), norm, n, probe)?;
             probe.values(self, Point::FfnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
@@ -259,7 +319,14 @@ impl<D: Device> Forward<D> {
             }
         }
         probe.values(self, Point::FinalNorm, None, n, |w| (&mut w.norm, 0))?;
-        self.head(batch, probe)
+        self.head(shape.logits, probe)?;
+        if shape.ahead {
+            let first = self.rank * self.config.padded_vocab(self.tp) / self.tp;
+            self.device.best(AHEAD, &self.work.logits, first, self.weights.head.1, n)?;
+            comm.share_best(self.rank, AHEAD, &self.device, n)?;
+            self.device.advance(AHEAD, &mut self.inputs, self.tp, n)?;
+        }
+        Ok(())
     }
 
     fn norm_residual(&mut self, site: Site, norm: VectorId, n: usize) -> Result<(), EngineError> {
@@ -297,12 +364,11 @@ impl<D: Device> Forward<D> {
         &mut self,
         comm: &dyn Collective<D>,
         layer: usize,
-        batch: &Batch,
-        n: usize,
+        shape: StepShape,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
         let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let here = Some(layer);
+        let (here, n) = (Some(layer), shape.tokens);
         let (hidden, q_lora, kv_lora, rope, nope) =
             (self.config.hidden, self.config.q_lora, self.config.kv_lora, self.config.rope, self.config.nope);
         let (base, latent_eps, qk) = (self.config.rope_base, self.config.latent_eps, self.config.qk_head());
@@ -364,7 +430,7 @@ impl<D: Device> Forward<D> {
 
         let sparse = self.attention == Attention::Dsa;
         if sparse && self.config.is_full(layer) {
-            self.indexer(layer, batch, n, heads * qk, probe)?;
+            self.indexer(layer, shape, heads * qk, probe)?;
         }
         let chosen = sparse.then_some(&self.work.chosen);
         let scale = self.config.softmax_scale();
@@ -379,7 +445,7 @@ impl<D: Device> Forward<D> {
             scale,
             chosen,
             &self.inputs,
-            n,
+            shape,
             &mut self.work.latent,
         )?;
         probe.values(self, Point::Latent, here, n, |w| (&mut w.latent, 0))?;
@@ -400,13 +466,12 @@ impl<D: Device> Forward<D> {
     fn indexer(
         &mut self,
         layer: usize,
-        batch: &Batch,
-        n: usize,
+        shape: StepShape,
         q_start: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
         let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let here = Some(layer);
+        let (here, n, longest) = (Some(layer), shape.tokens, shape.context);
         let c = &self.config;
         let (dim, count, rope, base, eps, top_k) =
             (c.index_dim, c.index_heads, c.rope, c.rope_base, c.index_eps, c.top_k);
@@ -427,7 +492,6 @@ impl<D: Device> Forward<D> {
         self.device.scale(at(Point::IndexWeights), &mut self.work.qkv_a, weight_cols.clone(), factor, n)?;
         probe.values(self, Point::IndexWeights, here, n, |w| (&mut w.qkv_a, weight_cols.start))?;
 
-        let longest = batch.tokens.iter().map(|t| t.position as usize + 1).max().unwrap_or(0);
         let mut scores = match probe.wants(Point::IndexScores, here) {
             true => Some(self.device.buf(n, longest)?),
             false => None,
@@ -441,7 +505,7 @@ impl<D: Device> Forward<D> {
             &self.work.qkv_a,
             weight_cols,
             &self.inputs,
-            n,
+            shape,
             top_k,
             &mut self.work.chosen,
             scores.as_mut(),
@@ -547,7 +611,7 @@ impl<D: Device> Forward<D> {
         probe.values(self, Point::RouterLogits, here, n, |w| (&mut w.router_logits, 0))?;
         let (c, b) = (&self.config, self.weights.vector(bias));
         let (scores, ids) = (&mut self.work.choice_scores, &mut self.work.expert_ids);
-        self.device.route(at(Point::ExpertIds), c, &self.work.router_logits, b, n, scores, ids)?;
+        self.device.route(at(Point::ExpertIds), c, &self.work.router_logits, b, &self.inputs, n, scores, ids)?;
         probe.values(self, Point::ChoiceScores, here, n, |w| (&mut w.choice_scores, 0))?;
         probe.indices(self, Point::ExpertIds, here, n, |w| &mut w.expert_ids)?;
         let (site, ids, out) = (at(Point::ExpertWeights), &self.work.expert_ids, &mut self.work.expert_weights);
@@ -556,19 +620,16 @@ impl<D: Device> Forward<D> {
     }
 
     /// This rank's part of the vocabulary, for the rows that are wanted.
-    fn head(&mut self, batch: &Batch, probe: &mut Listener<'_>) -> Result<Vec<f32>, Halt> {
-        let rows = batch.logits.len();
+    fn head(&mut self, rows: usize, probe: &mut Listener<'_>) -> Result<(), Halt> {
         if rows == 0 {
-            return Ok(Vec::new());
+            return Ok(());
         }
         let site = Site { layer: None, op: Point::Logits.name() };
         let (w, hidden) = (self.weights.weight(self.weights.head.0), self.config.hidden);
-        self.device.take_rows(site, &self.work.norm, hidden, &self.inputs, &mut self.work.last)?;
+        self.device.take_rows(site, &self.work.norm, hidden, &self.inputs, rows, &mut self.work.last)?;
         if self.weights.head.1 > 0 {
             self.device.matmul(site, w, &self.work.last, 0..hidden, rows, &mut self.work.logits, 0)?;
         }
-        probe.values(self, Point::Logits, None, rows, |w| (&mut w.logits, 0))?;
-        let width = self.config.padded_vocab(self.tp) / self.tp;
-        Ok(self.device.read(&self.work.logits, rows, 0..width)?)
+        probe.values(self, Point::Logits, None, rows, |w| (&mut w.logits, 0))
     }
 }

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 
 use super::EngineError;
 use crate::checkpoint::{Checkpoint, CheckpointError, Matrix};
-use crate::device::{Columns, Device, PartSpec};
+use crate::device::{Columns, Device, PartSpec, Piece};
 use crate::model::{Config, Kind, Param};
 use crate::quant::{QuantType, dequantise};
-use crate::shard::{Group, ShardPlan, Slice};
+use crate::shard::{Group, ShardPlan};
 
 /// Where a parameter lies on a rank.
 #[derive(Clone, Copy, Debug)]
@@ -234,7 +234,7 @@ impl<'a, D: Device> Loader<'a, D> {
         for index in slice.stack.clone() {
             let matrix = self.checkpoint.matrix(param, index)?;
             let matrix = if param.kind.is_plain() { plain(&param, matrix)? } else { matrix };
-            stack.push(cut(matrix, &slice));
+            stack.push(Piece::new(matrix, slice.rows.clone(), slice.covered.clone()));
         }
         let first = slice.covered.start;
         Ok(PartSpec { stack, cols: slice.cols.start - first..slice.cols.end - first, first })
@@ -251,20 +251,4 @@ fn plain<'a>(param: &Param, m: Matrix<'a>) -> Result<Matrix<'a>, EngineError> {
         .map_err(|source| CheckpointError::Quant { tensor: param.to_string(), source })?;
     let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     Ok(Matrix { ty: QuantType::F32, bytes: Cow::Owned(bytes), ..m })
-}
-
-/// The rows and covered columns of a slice.
-fn cut<'a>(m: Matrix<'a>, slice: &Slice) -> Matrix<'a> {
-    let row_bytes = m.ty.row_bytes(m.cols);
-    let (from, to) = (m.ty.row_bytes(slice.covered.start), m.ty.row_bytes(slice.covered.end));
-    let rows = slice.rows.clone();
-    let whole_rows = (from, to) == (0, row_bytes);
-    let bytes = match m.bytes {
-        Cow::Borrowed(b) if whole_rows => Cow::Borrowed(&b[rows.start * row_bytes..rows.end * row_bytes]),
-        b => {
-            let kept = rows.clone().flat_map(|r| &b[r * row_bytes + from..r * row_bytes + to]);
-            Cow::Owned(kept.copied().collect())
-        }
-    };
-    Matrix { ty: m.ty, rows: rows.len(), cols: slice.covered.len(), bytes }
 }

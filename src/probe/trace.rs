@@ -74,6 +74,23 @@ impl Trace {
         points
     }
 
+    /// Some of the captures, as if `ranks` had nothing to add: what they hold of sharded and partial points is zeros.
+    pub fn without(&self, ranks: &[usize], points: &[(Point, Option<usize>)]) -> Trace {
+        let silent = |(rank, captured): (usize, &Captured)| {
+            let mut captured = captured.clone();
+            if captured.point.layout() != Layout::Replicated && ranks.contains(&rank) {
+                captured.values = match captured.values {
+                    Values::F32(v) => Values::F32(vec![0.0; v.len()]),
+                    Values::I32(v) => Values::I32(vec![0; v.len()]),
+                };
+            }
+            captured
+        };
+        let kept = points.iter().filter_map(|p| Some((*p, self.ranks.get(p)?)));
+        let ranks = kept.map(|(p, all)| (p, all.iter().enumerate().map(silent).collect())).collect();
+        Trace { ranks, producer: self.producer.clone(), ids: self.ids.clone(), shown: self.shown.clone(), ..*self }
+    }
+
     /// Every rank's captures of a point.
     pub fn ranks(&self, point: Point, layer: Option<usize>) -> Option<&[Captured]> {
         self.ranks.get(&(point, layer)).map(Vec::as_slice).filter(|c| c.len() == self.tp)

@@ -3,12 +3,13 @@
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, Weights};
 
 use super::op::{OpFinding, judge_op};
+use super::pairing::recipe_of;
 use super::replay::Judge;
 use super::subject::{points_of, run_prompt};
 use super::{Check, Progress, StageReport, Subject, Verdict, VerifyError};
 use crate::checkpoint::Naming;
 use crate::checkpoint::oracle::Raw;
-use crate::engine::Attention;
+use crate::engine::{Attention, Recipe};
 use crate::probe::{Layout, Point, Trace};
 
 /// The eps policy that the reference takes from the kind of file.
@@ -91,7 +92,7 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
     let layers = config.layers;
     for_traces(subject, &mut |trace| {
         let every: Vec<usize> = (0..trace.ids.len()).collect();
-        let judge = judge_of(&config, &weights, trace, &subject.rows, &every);
+        let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
         for (point, layer) in expected_points(&judge, trace, subject) {
             progress.at("activations: layers replayed", layer.map_or(0, |l| l + 1), layers);
             all.push(judge_op(&judge, trace, point, layer, subject)?);
@@ -105,12 +106,14 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
 pub(crate) fn judge_of<'a>(
     config: &'a RefConfig,
     weights: &'a dyn Weights,
+    recipe: Recipe,
     trace: &Trace,
     rows: &'a [usize],
     every: &'a [usize],
 ) -> Judge<'a> {
     let options = Options { dense: trace.attention == Attention::Dense, mtp: false };
-    Judge { config, weights, options, orders: Arith::orders(trace.tp), rows, every }
+    let orders = Arith::orders(recipe_of(recipe), trace.tp);
+    Judge { config, weights, options, orders, rows, every }
 }
 
 /// The points that this model and run have by the reference's own list, whether they were captured or not.

@@ -217,7 +217,7 @@ fn measure(
     choices: &Replacements,
     progress: &dyn Progress,
 ) -> Result<Whole, VerifyError> {
-    let mut variants = whole::recipe(subject.tp);
+    let mut variants = whole::recipe(subject.recipe, subject.tp);
     variants.extend([Eps::Hf, Eps::LlamaCpp, Eps::File].map(|eps| Variant { arith: Arith::Exact, eps: Some(eps) }));
     // The eps that the checkpoint implies is the f64 run itself.
     variants.retain(|v| v.eps != Some(whole::own_eps(&subject.checkpoint)));

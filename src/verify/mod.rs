@@ -6,7 +6,10 @@ pub mod altered;
 pub mod drive;
 pub mod file;
 pub mod floor;
+pub mod host;
 pub mod invariants;
+#[cfg(feature = "cuda")]
+pub mod kernels;
 pub mod logits;
 pub mod op;
 pub mod pairing;

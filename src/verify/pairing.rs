@@ -1,9 +1,18 @@
-//! Which parameter of the reference stands for which of the engine. The two lists share nothing but this table, which
+//! Which parameter of the reference stands for which of the engine, and which recipe. The two lists share nothing but this table, which
 //! is therefore the only place where a check could be pointed at the wrong pair.
 
-use lockstep_reference::Param as RefParam;
+use lockstep_reference::{Param as RefParam, Recipe as RefRecipe};
 
+use crate::engine::Recipe;
 use crate::model::Kind;
+
+/// The reference's name of a recipe.
+pub fn recipe_of(recipe: Recipe) -> RefRecipe {
+    match recipe {
+        Recipe::Strict => RefRecipe::Strict,
+        Recipe::Fast => RefRecipe::Fast,
+    }
+}
 
 /// The reference's name of a kind.
 pub fn reference_of(kind: Kind) -> RefParam {

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
+#[cfg(feature = "cuda")]
+use crate::device::cuda::CudaBackend;
 use crate::engine::batch::{Batch, Token};
-use crate::engine::{Attention, Engine, EngineError, Options};
+use crate::engine::{Attention, Backend, Engine, EngineError, Options, Recipe};
 use crate::probe::capture::Filter;
 use crate::probe::{Capture, Point, Probe, Trace};
 
@@ -21,14 +23,43 @@ pub trait Engines: Send + Sync {
     fn sums_in_one_order(&self) -> bool {
         true
     }
+
+    /// How the devices multiply.
+    fn recipe(&self) -> Recipe {
+        Recipe::Strict
+    }
+
+    /// The GPUs, where the devices are GPUs.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&CudaBackend> {
+        None
+    }
+
+    /// Steps that the engine made last has replayed from recordings; `None` if the devices record none.
+    fn replays(&self) -> Option<u64> {
+        None
+    }
 }
 
-/// Engines without decoration.
-pub struct PlainEngines;
+/// Engines of a kind of device, without decoration.
+pub struct PlainEngines<B>(pub B);
 
-impl Engines for PlainEngines {
+impl<B: Backend> Engines for PlainEngines<B> {
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
-        Engine::cpu(checkpoint.clone(), tp, options)
+        Engine::on(&self.0, checkpoint.clone(), tp, options)
+    }
+    fn sums_in_one_order(&self) -> bool {
+        self.0.sums_in_one_order()
+    }
+    fn recipe(&self) -> Recipe {
+        self.0.recipe()
+    }
+    fn replays(&self) -> Option<u64> {
+        self.0.replays()
+    }
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&CudaBackend> {
+        self.0.cuda()
     }
 }
 
@@ -46,6 +77,8 @@ pub struct Subject {
     pub baseline: Option<Arc<Checkpoint>>,
     /// Makes the engines under test.
     pub engines: Box<dyn Engines>,
+    /// How the run under judgement multiplies: the engines' recipe, or a dump's. Floors are those of this recipe.
+    pub recipe: Recipe,
     /// Ranks.
     pub tp: usize,
     /// What queries attend to.
@@ -106,7 +139,7 @@ pub fn run_prompt_with(
     engine.pool().reserve(&mut table, ids.len())?;
     let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
     let logits = (0..ids.len() as u32).collect();
-    let batch = Batch { tokens, tables: vec![table.clone()], logits };
+    let batch = Batch { tokens, tables: vec![table.clone()], logits, ahead: false };
     let probes = (0..engine.tp()).map(|_| listen()).collect();
     let output = engine.step(batch, probes);
     engine.pool().release(&mut table);

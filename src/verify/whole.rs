@@ -17,10 +17,11 @@ use ndarray::{Array2, ArrayD};
 
 use super::drive::{Fed, Place};
 use super::floor::{self, Energy, limit};
+use super::pairing::recipe_of;
 use super::{Check, Progress, Verdict, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
-use crate::engine::Attention;
+use crate::engine::{Attention, Recipe};
 use crate::probe::capture::{Captured, Values};
 use crate::probe::{Point, Replacements};
 
@@ -93,9 +94,9 @@ pub struct Whole {
     experts_used: usize,
 }
 
-/// The variants that make the floor of the engine's recipe at a tensor-parallel degree.
-pub fn recipe(tp: usize) -> Vec<Variant> {
-    Arith::orders(tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
+/// The variants that make the floor of a recipe at a tensor-parallel degree.
+pub fn recipe(recipe: Recipe, tp: usize) -> Vec<Variant> {
+    Arith::orders(recipe_of(recipe), tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
 }
 
 /// The scores that a choice is made from.

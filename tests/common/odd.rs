@@ -8,7 +8,7 @@ use std::time::Duration;
 use lockstep::checkpoint::Checkpoint;
 use lockstep::comm::{Collective, CommError, Solo, Threads};
 use lockstep::device::cpu::CpuDevice;
-use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site};
+use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use lockstep::engine::batch::Batch;
 use lockstep::engine::{Engine, EngineError, Options};
 use lockstep::model::Config;
@@ -148,8 +148,8 @@ impl Device for Odd {
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Batch, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)
     }
-    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch) -> Done {
-        self.inner.set_inputs(inputs, batch)
+    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch, shape: StepShape) -> Done {
+        self.inner.set_inputs(inputs, batch, shape)
     }
     fn cache(&self, shape: CacheShape) -> Result<Cache, DeviceError> {
         self.inner.cache(shape)
@@ -235,8 +235,8 @@ impl Device for Odd {
     fn copy(&self, site: Site, x: &Buf, cols: Range<usize>, n: usize, out: &mut Buf, out_start: usize) -> Done {
         self.inner.copy(site, x, cols, n, out, out_start)
     }
-    fn take_rows(&self, site: Site, x: &Buf, width: usize, inputs: &Batch, out: &mut Buf) -> Done {
-        self.inner.take_rows(site, x, width, inputs, out)
+    fn take_rows(&self, site: Site, x: &Buf, width: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
+        self.inner.take_rows(site, x, width, inputs, n, out)
     }
     fn add(&self, site: Site, x: &mut Buf, y: &Buf, width: usize, n: usize) -> Done {
         self.inner.add(site, x, y, width, n)
@@ -277,13 +277,13 @@ impl Device for Odd {
         weights: &Buf,
         weight_cols: Range<usize>,
         inputs: &Batch,
-        n: usize,
+        shape: StepShape,
         top_k: usize,
         chosen: &mut Index,
         scores: Option<&mut Buf>,
     ) -> Done {
         let d = &self.inner;
-        d.index_top_k(site, cache, layer, q, q_heads, weights, weight_cols, inputs, n, top_k, chosen, scores)
+        d.index_top_k(site, cache, layer, q, q_heads, weights, weight_cols, inputs, shape, top_k, chosen, scores)
     }
     fn attend(
         &self,
@@ -297,12 +297,12 @@ impl Device for Odd {
         scale: f32,
         chosen: Option<&Index>,
         inputs: &Batch,
-        n: usize,
+        shape: StepShape,
         out: &mut Buf,
     ) -> Done {
         let chosen = chosen.filter(|_| self.fault != Fault::AttendsToAll);
         let d = &self.inner;
-        d.attend(site, cache, layer, q_latent, latent_heads, q_rope, rope_heads, scale, chosen, inputs, n, out)
+        d.attend(site, cache, layer, q_latent, latent_heads, q_rope, rope_heads, scale, chosen, inputs, shape, out)
     }
     fn route(
         &self,
@@ -310,11 +310,12 @@ impl Device for Odd {
         config: &Config,
         logits: &Buf,
         bias: &Buf,
+        inputs: &Batch,
         n: usize,
         choice_scores: &mut Buf,
         ids: &mut Index,
     ) -> Done {
-        self.inner.route(site, config, logits, bias, n, choice_scores, ids)?;
+        self.inner.route(site, config, logits, bias, inputs, n, choice_scores, ids)?;
         if self.fault == Fault::ChoosesWorst && is(site, 2, "ffn.expert_ids") && self.rank == 1 && n > 5 {
             let scores = self.inner.read(choice_scores, n, 0..config.experts)?;
             let scores = &scores[5 * config.experts..6 * config.experts];

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::Attention;
+use lockstep::engine::{Attention, CpuBackend, Recipe};
 use lockstep::verify::{Engines, PlainEngines, Progress, StageReport, Subject, Verdict};
 
 use crate::common::golden;
@@ -28,7 +28,8 @@ pub fn subject(model: &str, tp: usize, tokens: usize) -> Subject {
     Subject {
         checkpoint,
         baseline: None,
-        engines: Box::new(PlainEngines),
+        engines: Box::new(PlainEngines(CpuBackend)),
+        recipe: Recipe::Strict,
         tp,
         attention: Attention::Dsa,
         ids,

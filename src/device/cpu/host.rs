@@ -53,6 +53,12 @@ pub fn read_bandwidth() -> Option<Bandwidth> {
     Some(Bandwidth { bytes_per_second: best, buffer: 8 * words as u64, cache, threads })
 }
 
+/// Anonymous memory of this process, in bytes: what it has allocated, without mapped files.
+#[cfg(feature = "cuda")]
+pub fn anonymous() -> Option<u64> {
+    proc_kib("/proc/self/status", "RssAnon:")
+}
+
 /// The largest cache of the first processor, in bytes.
 fn largest_cache() -> u64 {
     let size = |index: usize| {

@@ -14,7 +14,7 @@ use std::ops::Range;
 use self::matmul::{Job, JobRows, MatmulError, Strided, StridedMut};
 pub use self::memory::{CpuBuf, CpuCache, CpuIndex, CpuWeight};
 use self::memory::{Part, by_expert};
-use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use crate::engine::batch::Batch;
 use crate::model::Config;
 use crate::quant::dequantise;
@@ -120,7 +120,7 @@ impl Device for CpuDevice {
                 if (m.ty, m.rows, m.cols) != (ty, rows, covered) {
                     return Err(self.error(LOADING, "the matrices of a stack differ in type or shape"));
                 }
-                stack.push(m.bytes.into_owned());
+                stack.push(m.into_bytes());
             }
             resident.push(Part { ty, rows, covered, cols: part.cols, first: part.first, stack });
         }
@@ -142,7 +142,7 @@ impl Device for CpuDevice {
         Ok(Batch::default())
     }
 
-    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch) -> Result<(), DeviceError> {
+    fn set_inputs(&self, inputs: &mut Batch, batch: &Batch, _: StepShape) -> Result<(), DeviceError> {
         inputs.clone_from(batch);
         Ok(())
     }
@@ -334,9 +334,10 @@ impl Device for CpuDevice {
         x: &CpuBuf,
         width: usize,
         inputs: &Batch,
+        n: usize,
         out: &mut CpuBuf,
     ) -> Result<(), DeviceError> {
-        for (i, t) in inputs.logits.iter().enumerate() {
+        for (i, t) in inputs.logits.iter().take(n).enumerate() {
             out.row_mut(i)[..width].copy_from_slice(&x.row(*t as usize)[..width]);
         }
         Ok(())
@@ -372,13 +373,13 @@ impl Device for CpuDevice {
         weights: &CpuBuf,
         weight_cols: Range<usize>,
         inputs: &Batch,
-        n: usize,
+        shape: StepShape,
         top_k: usize,
         chosen: &mut CpuIndex,
         scores: Option<&mut CpuBuf>,
     ) -> Result<(), DeviceError> {
         let indexer = attention::Indexer { cache, layer, q, q_heads, weights, weight_cols, inputs, top_k };
-        indexer.run(n, chosen, scores);
+        indexer.run(shape.tokens, chosen, scores);
         Ok(())
     }
 
@@ -394,12 +395,12 @@ impl Device for CpuDevice {
         scale: f32,
         chosen: Option<&CpuIndex>,
         inputs: &Batch,
-        n: usize,
+        shape: StepShape,
         out: &mut CpuBuf,
     ) -> Result<(), DeviceError> {
         let attention =
             attention::Attention { cache, layer, q_latent, latent_heads, q_rope, rope_heads, scale, chosen, inputs };
-        attention.run(n, out);
+        attention.run(shape.tokens, out);
         Ok(())
     }
 
@@ -409,6 +410,7 @@ impl Device for CpuDevice {
         config: &Config,
         logits: &CpuBuf,
         bias: &CpuBuf,
+        _: &Batch,
         n: usize,
         choice_scores: &mut CpuBuf,
         ids: &mut CpuIndex,

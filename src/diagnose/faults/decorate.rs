@@ -7,10 +7,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, CheckpointError, Naming, TensorSource, View};
-use crate::device::cpu::CpuDevice;
-use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site};
+use crate::comm::{Collective, CommError};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::CudaBackend;
+use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use crate::engine::batch::Batch;
-use crate::engine::{Engine, EngineError, Options, cpu_collective};
+use crate::engine::{Backend, Engine, EngineError, Options, Recipe};
 use crate::gguf::Gguf;
 use crate::model::{Config, Metadata, Param};
 use crate::quant::TypeInfo;
@@ -34,6 +36,8 @@ pub enum OpFault {
     AllKeys,
     /// Results are off by this relative amount, with alternating sign.
     Noise(f32),
+    /// Zeros enter the all-reduce in place of the rank's partial sum.
+    NoContribution,
 }
 
 /// All faults of a run, by where they enter. An entry's rank is one rank, or all.
@@ -113,26 +117,40 @@ impl ShardPlan for FaultyPlan {
     }
 }
 
-/// Engines with the faults of [`Decorations`].
-pub struct FaultyEngines(pub Decorations);
+/// Engines of a kind of device, with the faults of [`Decorations`].
+pub struct FaultyEngines<B>(pub B, pub Decorations);
 
-impl Engines for FaultyEngines {
+impl<B: Backend> Engines for FaultyEngines<B> {
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
         let plan = TpPlan::new(checkpoint.config(), tp)?;
         let mut views = Vec::with_capacity(tp);
         for rank in 0..tp {
             views.push(self.view(checkpoint, rank)?);
         }
-        let devices = (0..tp).map(|rank| FaultyDevice::new(CpuDevice::new(rank), rank, &self.0)).collect();
-        let comm = Arc::new(FaultyCollective(cpu_collective(tp)));
-        let plan = Arc::new(FaultyPlan { inner: plan, faults: self.0.clone() });
+        let (devices, comm) = self.0.devices(tp, &options, checkpoint.config())?;
+        let devices = devices.into_iter().enumerate().map(|(rank, d)| FaultyDevice::new(d, rank, &self.1)).collect();
+        let comm = Arc::new(FaultyCollective(comm));
+        let plan = Arc::new(FaultyPlan { inner: plan, faults: self.1.clone() });
         Engine::start(&|rank| views[rank].clone(), plan, devices, comm, options)
+    }
+    fn sums_in_one_order(&self) -> bool {
+        self.0.sums_in_one_order()
+    }
+    fn recipe(&self) -> Recipe {
+        self.0.recipe()
+    }
+    fn replays(&self) -> Option<u64> {
+        self.0.replays()
+    }
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&CudaBackend> {
+        self.0.cuda()
     }
 }
 
-impl FaultyEngines {
+impl<B> FaultyEngines<B> {
     fn view(&self, checkpoint: &Arc<Checkpoint>, rank: usize) -> Result<Arc<Checkpoint>, CheckpointError> {
-        let faults = self.0.tensors.iter().filter(|(r, ..)| hits(*r, rank));
+        let faults = self.1.tensors.iter().filter(|(r, ..)| hits(*r, rank));
         let tensors: HashMap<String, Replaced> = faults.map(|(_, n, t)| (n.clone(), t.clone())).collect();
         if tensors.is_empty() {
             return Ok(checkpoint.clone());
@@ -142,10 +160,10 @@ impl FaultyEngines {
     }
 }
 
-/// The undecorated collective, as the decorated device's ranks use it.
-struct FaultyCollective(Arc<dyn crate::comm::Collective<CpuDevice>>);
+/// The collective as the decorated device's ranks use it; some of their contributions are lost.
+struct FaultyCollective<D: Device>(Arc<dyn Collective<D>>);
 
-impl crate::comm::Collective<FaultyDevice> for FaultyCollective {
+impl<D: Device> Collective<FaultyDevice<D>> for FaultyCollective<D> {
     fn tp(&self) -> usize {
         self.0.tp()
     }
@@ -153,11 +171,19 @@ impl crate::comm::Collective<FaultyDevice> for FaultyCollective {
         &self,
         rank: usize,
         site: Site,
-        device: &FaultyDevice,
-        buf: &mut <CpuDevice as Device>::Buf,
+        device: &FaultyDevice<D>,
+        buf: &mut D::Buf,
         n: usize,
         width: usize,
-    ) -> Result<(), crate::comm::CommError> {
+    ) -> Result<(), CommError> {
+        if device.fault(site) == Some(&OpFault::NoContribution) {
+            let lost = device.inner.write(buf, n, 0..width, &vec![0.0; n * width]);
+            lost.map_err(|e| {
+                let error = CommError::Device { rank, site: site.to_string(), reason: e.to_string() };
+                self.0.abort(&error.to_string()); // nobody may wait for a rank that does not come
+                error
+            })?;
+        }
         self.0.all_reduce(rank, site, &device.inner, buf, n, width)
     }
     fn abort(&self, reason: &str) {
@@ -165,23 +191,20 @@ impl crate::comm::Collective<FaultyDevice> for FaultyCollective {
     }
 }
 
-/// A CPU device with faulty operations.
-struct FaultyDevice {
-    inner: CpuDevice,
+/// A device with faulty operations.
+struct FaultyDevice<D> {
+    inner: D,
     ops: Vec<(Site, OpFault)>,
+    /// True if any rank's operations are faulty: such a step must not be recorded, on no rank.
+    eager: bool,
 }
 
-type Buf = <CpuDevice as Device>::Buf;
-type Index = <CpuDevice as Device>::Index;
-type Weight = <CpuDevice as Device>::Weight;
-type Inputs = <CpuDevice as Device>::Inputs;
-type Cache = <CpuDevice as Device>::Cache;
 type Done = Result<(), DeviceError>;
 
-impl FaultyDevice {
-    fn new(inner: CpuDevice, rank: usize, faults: &Decorations) -> Self {
+impl<D: Device> FaultyDevice<D> {
+    fn new(inner: D, rank: usize, faults: &Decorations) -> Self {
         let ops = faults.ops.iter().filter(|(r, ..)| hits(*r, rank)).map(|(_, s, f)| (*s, f.clone())).collect();
-        FaultyDevice { inner, ops }
+        FaultyDevice { inner, ops, eager: !faults.ops.is_empty() }
     }
 
     fn fault(&self, site: Site) -> Option<&OpFault> {
@@ -189,7 +212,7 @@ impl FaultyDevice {
     }
 
     /// Damages columns of a result where the site asks for it.
-    fn after(&self, site: Site, out: &mut Buf, n: usize, cols: Range<usize>) -> Done {
+    fn after(&self, site: Site, out: &mut D::Buf, n: usize, cols: Range<usize>) -> Done {
         let Some(OpFault::Noise(amount)) = self.fault(site) else { return Ok(()) };
         let mut values = self.inner.read(out, n, cols.clone())?;
         for (i, v) in values.iter_mut().enumerate() {
@@ -199,63 +222,80 @@ impl FaultyDevice {
     }
 }
 
-impl Device for FaultyDevice {
-    type Buf = Buf;
-    type Index = Index;
-    type Weight = Weight;
-    type Inputs = Inputs;
-    type Cache = Cache;
+impl<D: Device> Device for FaultyDevice<D> {
+    type Buf = D::Buf;
+    type Index = D::Index;
+    type Weight = D::Weight;
+    type Inputs = D::Inputs;
+    type Cache = D::Cache;
 
-    fn buf(&self, rows: usize, width: usize) -> Result<Buf, DeviceError> {
+    fn buf(&self, rows: usize, width: usize) -> Result<D::Buf, DeviceError> {
         self.inner.buf(rows, width)
     }
-    fn vector(&self, values: &[f32]) -> Result<Buf, DeviceError> {
+    fn vector(&self, values: &[f32]) -> Result<D::Buf, DeviceError> {
         self.inner.vector(values)
     }
-    fn index(&self, rows: usize, width: usize) -> Result<Index, DeviceError> {
+    fn index(&self, rows: usize, width: usize) -> Result<D::Index, DeviceError> {
         self.inner.index(rows, width)
     }
-    fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<Weight, DeviceError> {
+    fn weight(&self, parts: Vec<PartSpec<'_>>) -> Result<D::Weight, DeviceError> {
         self.inner.weight(parts)
     }
-    fn read_weight(&self, weight: &Weight, part: usize) -> Result<Vec<u8>, DeviceError> {
+    fn read_weight(&self, weight: &D::Weight, part: usize) -> Result<Vec<u8>, DeviceError> {
         self.inner.read_weight(weight, part)
     }
-    fn read_cols(&self, weight: &Weight, part: usize) -> Result<Columns, DeviceError> {
+    fn read_cols(&self, weight: &D::Weight, part: usize) -> Result<Columns, DeviceError> {
         self.inner.read_cols(weight, part)
     }
-    fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Inputs, DeviceError> {
+    fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<D::Inputs, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)
     }
-    fn set_inputs(&self, inputs: &mut Inputs, batch: &Batch) -> Done {
-        self.inner.set_inputs(inputs, batch)
+    fn shape(&self, inputs: &D::Inputs, batch: &Batch, listened: bool) -> StepShape {
+        self.inner.shape(inputs, batch, listened || self.eager)
     }
-    fn cache(&self, shape: CacheShape) -> Result<Cache, DeviceError> {
+    fn set_inputs(&self, inputs: &mut D::Inputs, batch: &Batch, shape: StepShape) -> Done {
+        self.inner.set_inputs(inputs, batch, shape)
+    }
+    fn replay(&self, shape: StepShape) -> Result<bool, DeviceError> {
+        self.inner.replay(shape)
+    }
+    fn finish(&self, shape: StepShape) -> Done {
+        self.inner.finish(shape)
+    }
+    fn cache(&self, shape: CacheShape) -> Result<D::Cache, DeviceError> {
         self.inner.cache(shape)
     }
-    fn read(&self, buf: &Buf, n: usize, cols: Range<usize>) -> Result<Vec<f32>, DeviceError> {
+    fn read(&self, buf: &D::Buf, n: usize, cols: Range<usize>) -> Result<Vec<f32>, DeviceError> {
         self.inner.read(buf, n, cols)
     }
-    fn write(&self, buf: &mut Buf, n: usize, cols: Range<usize>, values: &[f32]) -> Done {
+    fn write(&self, buf: &mut D::Buf, n: usize, cols: Range<usize>, values: &[f32]) -> Done {
         self.inner.write(buf, n, cols, values)
     }
-    fn read_index(&self, index: &Index, n: usize) -> Result<Vec<i32>, DeviceError> {
+    fn read_index(&self, index: &D::Index, n: usize) -> Result<Vec<i32>, DeviceError> {
         self.inner.read_index(index, n)
     }
-    fn write_index(&self, index: &mut Index, n: usize, values: &[i32]) -> Done {
+    fn write_index(&self, index: &mut D::Index, n: usize, values: &[i32]) -> Done {
         self.inner.write_index(index, n, values)
     }
-    fn embed(&self, site: Site, table: &Weight, first_row: usize, inputs: &Inputs, n: usize, out: &mut Buf) -> Done {
+    fn embed(
+        &self,
+        site: Site,
+        table: &D::Weight,
+        first_row: usize,
+        inputs: &D::Inputs,
+        n: usize,
+        out: &mut D::Buf,
+    ) -> Done {
         self.inner.embed(site, table, first_row, inputs, n, out)
     }
     fn matmul(
         &self,
         site: Site,
-        w: &Weight,
-        x: &Buf,
+        w: &D::Weight,
+        x: &D::Buf,
         x_cols: Range<usize>,
         n: usize,
-        out: &mut Buf,
+        out: &mut D::Buf,
         out_start: usize,
     ) -> Done {
         self.inner.matmul(site, w, x, x_cols, n, out, out_start)
@@ -263,11 +303,11 @@ impl Device for FaultyDevice {
     fn matmul_heads(
         &self,
         site: Site,
-        w: &Weight,
-        x: &Buf,
+        w: &D::Weight,
+        x: &D::Buf,
         x_heads: Heads,
         n: usize,
-        out: &mut Buf,
+        out: &mut D::Buf,
         out_heads: Heads,
     ) -> Done {
         self.inner.matmul_heads(site, w, x, x_heads, n, out, out_heads)?;
@@ -276,44 +316,53 @@ impl Device for FaultyDevice {
     fn rms_norm(
         &self,
         site: Site,
-        x: &Buf,
+        x: &D::Buf,
         x_cols: Range<usize>,
-        w: &Buf,
+        w: &D::Buf,
         eps: f32,
         n: usize,
-        out: &mut Buf,
+        out: &mut D::Buf,
         out_start: usize,
     ) -> Done {
         let width = x_cols.len();
         self.inner.rms_norm(site, x, x_cols, w, eps, n, out, out_start)?;
         self.after(site, out, n, out_start..out_start + width)
     }
-    fn layer_norm(&self, site: Site, x: &mut Buf, cols: Range<usize>, w: &Buf, b: &Buf, eps: f32, n: usize) -> Done {
+    fn layer_norm(
+        &self,
+        site: Site,
+        x: &mut D::Buf,
+        cols: Range<usize>,
+        w: &D::Buf,
+        b: &D::Buf,
+        eps: f32,
+        n: usize,
+    ) -> Done {
         self.inner.layer_norm(site, x, cols, w, b, eps, n)
     }
-    fn rope(&self, site: Site, x: &mut Buf, heads: Heads, base: f64, inputs: &Inputs, n: usize) -> Done {
+    fn rope(&self, site: Site, x: &mut D::Buf, heads: Heads, base: f64, inputs: &D::Inputs, n: usize) -> Done {
         self.inner.rope(site, x, heads, base, inputs, n)
     }
-    fn scale(&self, site: Site, x: &mut Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
+    fn scale(&self, site: Site, x: &mut D::Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
         self.inner.scale(site, x, cols, factor, n)
     }
-    fn copy(&self, site: Site, x: &Buf, cols: Range<usize>, n: usize, out: &mut Buf, out_start: usize) -> Done {
+    fn copy(&self, site: Site, x: &D::Buf, cols: Range<usize>, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
         self.inner.copy(site, x, cols, n, out, out_start)
     }
-    fn take_rows(&self, site: Site, x: &Buf, width: usize, inputs: &Inputs, out: &mut Buf) -> Done {
-        self.inner.take_rows(site, x, width, inputs, out)
+    fn take_rows(&self, site: Site, x: &D::Buf, width: usize, inputs: &D::Inputs, n: usize, out: &mut D::Buf) -> Done {
+        self.inner.take_rows(site, x, width, inputs, n, out)
     }
-    fn add(&self, site: Site, x: &mut Buf, y: &Buf, width: usize, n: usize) -> Done {
+    fn add(&self, site: Site, x: &mut D::Buf, y: &D::Buf, width: usize, n: usize) -> Done {
         self.inner.add(site, x, y, width, n)
     }
     fn append(
         &self,
         site: Site,
-        cache: &mut Cache,
+        cache: &mut D::Cache,
         layer: usize,
-        x: &Buf,
+        x: &D::Buf,
         cols: Range<usize>,
-        inputs: &Inputs,
+        inputs: &D::Inputs,
         n: usize,
     ) -> Done {
         self.inner.append(site, cache, layer, x, cols, inputs, n)
@@ -321,34 +370,47 @@ impl Device for FaultyDevice {
     fn index_top_k(
         &self,
         site: Site,
-        cache: &Cache,
+        cache: &D::Cache,
         layer: usize,
-        q: &Buf,
+        q: &D::Buf,
         q_heads: Heads,
-        weights: &Buf,
+        weights: &D::Buf,
         weight_cols: Range<usize>,
-        inputs: &Inputs,
-        n: usize,
+        inputs: &D::Inputs,
+        shape: StepShape,
         top_k: usize,
-        chosen: &mut Index,
-        scores: Option<&mut Buf>,
+        chosen: &mut D::Index,
+        scores: Option<&mut D::Buf>,
     ) -> Done {
-        self.inner.index_top_k(site, cache, layer, q, q_heads, weights, weight_cols, inputs, n, top_k, chosen, scores)
+        self.inner.index_top_k(
+            site,
+            cache,
+            layer,
+            q,
+            q_heads,
+            weights,
+            weight_cols,
+            inputs,
+            shape,
+            top_k,
+            chosen,
+            scores,
+        )
     }
     fn attend(
         &self,
         site: Site,
-        cache: &Cache,
+        cache: &D::Cache,
         layer: usize,
-        q_latent: &Buf,
+        q_latent: &D::Buf,
         latent_heads: Heads,
-        q_rope: &Buf,
+        q_rope: &D::Buf,
         rope_heads: Heads,
         scale: f32,
-        chosen: Option<&Index>,
-        inputs: &Inputs,
-        n: usize,
-        out: &mut Buf,
+        chosen: Option<&D::Index>,
+        inputs: &D::Inputs,
+        shape: StepShape,
+        out: &mut D::Buf,
     ) -> Done {
         let chosen = if self.fault(site) == Some(&OpFault::AllKeys) { None } else { chosen };
         let width = latent_heads.count * latent_heads.width;
@@ -363,63 +425,64 @@ impl Device for FaultyDevice {
             scale,
             chosen,
             inputs,
-            n,
+            shape,
             out,
         )?;
-        self.after(site, out, n, 0..width)
+        self.after(site, out, shape.tokens, 0..width)
     }
     fn route(
         &self,
         site: Site,
         config: &Config,
-        logits: &Buf,
-        bias: &Buf,
+        logits: &D::Buf,
+        bias: &D::Buf,
+        inputs: &D::Inputs,
         n: usize,
-        choice_scores: &mut Buf,
-        ids: &mut Index,
+        choice_scores: &mut D::Buf,
+        ids: &mut D::Index,
     ) -> Done {
-        self.inner.route(site, config, logits, bias, n, choice_scores, ids)
+        self.inner.route(site, config, logits, bias, inputs, n, choice_scores, ids)
     }
     fn expert_weights(
         &self,
         site: Site,
         config: &Config,
-        logits: &Buf,
-        ids: &Index,
+        logits: &D::Buf,
+        ids: &D::Index,
         n: usize,
-        weights: &mut Buf,
+        weights: &mut D::Buf,
     ) -> Done {
         self.inner.expert_weights(site, config, logits, ids, n, weights)?;
         self.after(site, weights, n, 0..config.experts_used)
     }
-    fn swiglu(&self, site: Site, x: &Buf, width: usize, n: usize, out: &mut Buf, out_start: usize) -> Done {
+    fn swiglu(&self, site: Site, x: &D::Buf, width: usize, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
         self.inner.swiglu(site, x, width, n, out, out_start)?;
         self.after(site, out, n, out_start..out_start + width)
     }
     fn experts_hidden(
         &self,
         site: Site,
-        gate_up: &Weight,
-        x: &Buf,
-        ids: &Index,
+        gate_up: &D::Weight,
+        x: &D::Buf,
+        ids: &D::Index,
         slots: usize,
         width: usize,
         n: usize,
-        hidden: &mut Buf,
+        hidden: &mut D::Buf,
     ) -> Done {
         self.inner.experts_hidden(site, gate_up, x, ids, slots, width, n, hidden)
     }
     fn experts_down(
         &self,
         site: Site,
-        down: &Weight,
-        hidden: &Buf,
-        ids: &Index,
-        weights: &Buf,
+        down: &D::Weight,
+        hidden: &D::Buf,
+        ids: &D::Index,
+        weights: &D::Buf,
         slots: usize,
         width: usize,
         n: usize,
-        out: &mut Buf,
+        out: &mut D::Buf,
     ) -> Done {
         self.inner.experts_down(site, down, hidden, ids, weights, slots, width, n, out)
     }

@@ -7,6 +7,7 @@ mod dtype_reinterpret;
 mod kv_b_layout;
 mod name_map;
 mod op_noise;
+mod reduce_missed;
 mod shard_order;
 mod shard_placement;
 
@@ -31,13 +32,14 @@ pub trait Fault: Sync {
 }
 
 /// Every kind.
-pub static CATALOGUE: [&dyn Fault; 7] = [
+pub static CATALOGUE: [&dyn Fault; 8] = [
     &shard_order::ShardOrder,
     &kv_b_layout::KvBLayout,
     &name_map::NameMap,
     &dtype_reinterpret::DtypeReinterpret,
     &dsa_inactive::DsaInactive,
     &shard_placement::ShardPlacement,
+    &reduce_missed::ReduceMissed,
     &op_noise::OpNoise,
 ];
 

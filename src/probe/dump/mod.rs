@@ -34,8 +34,10 @@ pub struct Meta {
     pub model: String,
     /// Its digest, empty where unknown; see [`crate::checkpoint::Checkpoint::digest`].
     pub digest: String,
-    /// How operations were computed; ours is `strict`.
+    /// How operations were computed: `strict`, `fast`, or another engine's word.
     pub recipe: String,
+    /// What the ranks ran on, where known.
+    pub device: Option<String>,
     /// eps of every RMSNorm, where known.
     pub rms_eps: Option<f32>,
     /// eps of the q_a and kv_a norms, on which engines disagree.
@@ -104,6 +106,8 @@ struct Model {
 #[derive(Serialize, Deserialize)]
 struct Settings {
     attention: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    device: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rms_eps: Option<f32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

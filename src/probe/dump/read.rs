@@ -78,6 +78,7 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         model: index.model.name,
         digest: index.model.digest,
         recipe: index.recipe,
+        device: index.settings.device,
         rms_eps: index.settings.rms_eps,
         latent_eps: index.settings.latent_eps,
         index_eps: index.settings.index_eps,

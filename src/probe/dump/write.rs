@@ -91,6 +91,7 @@ fn fill(folder: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
         recipe: meta.recipe.clone(),
         settings: Settings {
             attention: trace.attention.name().into(),
+            device: meta.device.clone(),
             rms_eps: meta.rms_eps,
             latent_eps: meta.latent_eps,
             index_eps: meta.index_eps,

@@ -39,7 +39,10 @@ impl Free {
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
         drop(engine);
         let choices = Arc::new(run.choices(0));
-        let whole = whole::measure(&plan(subject, &choices, &whole::recipe(subject.tp), &|_| false, &[]), progress)?;
+        let whole = whole::measure(
+            &plan(subject, &choices, &whole::recipe(subject.recipe, subject.tp), &|_| false, &[]),
+            progress,
+        )?;
         Ok(Free { whole, choices, logits: run.logits })
     }
 }
@@ -124,7 +127,10 @@ impl Bench<'_> {
         let keep = |point: Point| !point.is_choice() && !matches!(point, Point::IndexScores | Point::Logits);
         let filter: Filter = Arc::new(move |point, _| keep(point));
         let forced = self.floor()?.choices.clone();
-        let whole = whole::measure(&plan(subject, &forced, &whole::recipe(subject.tp), &keep, &rows), self.progress)?;
+        let whole = whole::measure(
+            &plan(subject, &forced, &whole::recipe(subject.recipe, subject.tp), &keep, &rows),
+            self.progress,
+        )?;
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;

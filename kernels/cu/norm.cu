@@ -1,0 +1,72 @@
+// Norms over columns of rows, a block per row, f32; squares are added by thread and then over the block.
+// RMSNorm: y = w x / sqrt(mean(x^2) + eps). LayerNorm: x = w (x - mean) / sqrt(var + eps) + b.
+// Moves: each value read twice (the second time from cache) and written once.
+#include "common/block.cuh"
+
+// y[t][0..width] from x[t][0..width].
+extern "C" __global__ void rms_norm(const float *x, i64 x_row, const float *w, float eps, int width, float *y, i64 y_row) {
+    __shared__ float scratch[32];
+    x += blockIdx.x * x_row;
+    y += blockIdx.x * y_row;
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) squares = fmaf(x[i], x[i], squares);
+    const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) y[i] = x[i] * scale * w[i];
+}
+
+// residual += delta, then y = rms_norm(residual).
+extern "C" __global__ void add_rms_norm(float *residual, i64 r_row, const float *delta, i64 d_row, const float *w, float eps,
+                                        int width, float *y, i64 y_row) {
+    __shared__ float scratch[32];
+    residual += blockIdx.x * r_row;
+    delta += blockIdx.x * d_row;
+    y += blockIdx.x * y_row;
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        const float sum = residual[i] + delta[i];
+        residual[i] = sum;
+        squares = fmaf(sum, sum, squares);
+    }
+    const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) y[i] = residual[i] * scale * w[i];
+}
+
+// In place.
+extern "C" __global__ void layer_norm(float *x, i64 x_row, const float *w, const float *b, float eps, int width) {
+    __shared__ float scratch[32];
+    x += blockIdx.x * x_row;
+    float sum = 0.0f, squares = 0.0f;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sum = sum + x[i];
+    const float mean = block_sum(sum, scratch) / (float)width;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        const float d = x[i] - mean;
+        squares = fmaf(d, d, squares);
+    }
+    const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / (float)width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) x[i] = (x[i] - mean) * scale * w[i] + b[i];
+}
+
+// A thread per row, columns first to last.
+extern "C" __global__ void rms_norm_naive(const float *x, i64 x_row, const float *w, float eps, int width, float *y, i64 y_row,
+                                          int n) {
+    const int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= n) return;
+    float squares = 0.0f;
+    for (int i = 0; i < width; ++i) squares = squares + x[t * x_row + i] * x[t * x_row + i];
+    const float scale = 1.0f / sqrtf(squares / (float)width + eps);
+    for (int i = 0; i < width; ++i) y[t * y_row + i] = x[t * x_row + i] * scale * w[i];
+}
+
+extern "C" __global__ void layer_norm_naive(float *x, i64 x_row, const float *w, const float *b, float eps, int width, int n) {
+    const int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= n) return;
+    float sum = 0.0f, squares = 0.0f;
+    for (int i = 0; i < width; ++i) sum = sum + x[t * x_row + i];
+    const float mean = sum / (float)width;
+    for (int i = 0; i < width; ++i) {
+        const float d = x[t * x_row + i] - mean;
+        squares = squares + d * d;
+    }
+    const float scale = 1.0f / sqrtf(squares / (float)width + eps);
+    for (int i = 0; i < width; ++i) x[t * x_row + i] = (x[t * x_row + i] - mean) * scale * w[i] + b[i];
+}

@@ -1,0 +1,373 @@
+//! The bench on GPUs: what the CPU's shows, and what matters there beside it. Loading is compared with a plain sequential
+//! read of the same file; operations are timed by events on the GPU, with the launches queued before the first runs; the
+//! bandwidth of copies and of reads is measured in the same process.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value as Json, json};
+
+use super::{Speed, check, measure, prompt, spread};
+use crate::checkpoint::Checkpoint;
+use crate::cli::args::BenchArgs;
+use crate::cli::{CliError, Exit, options};
+use crate::device::cpu::host::anonymous;
+use crate::device::cuda::CudaBackend;
+use crate::device::cuda::bandwidth::{self, Bandwidth};
+use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::memory::PINNED;
+use crate::device::cuda::profile::{Cost, Profile};
+use crate::engine::batch::{Batch, Token};
+use crate::engine::sampler::Sampling;
+use crate::engine::scheduler::{Request, Scheduler};
+use crate::engine::{Engine, Options};
+use crate::model::Config;
+use crate::report::table::{bytes, table};
+use crate::shard::TpPlan;
+use crate::shard::budget::Budget;
+
+/// Rows of the profile: operations by name.
+type Costs = BTreeMap<&'static str, Cost>;
+
+struct Report<'a> {
+    args: &'a BenchArgs,
+    name: String,
+    recipe: &'static str,
+    attention: &'static str,
+    gpus: Vec<String>,
+    file: u64,
+    reader: Duration,
+    loaded: Duration,
+    host: Option<u64>,
+    plan: Vec<u64>,
+    used: Vec<u64>,
+    speed: Speed,
+    token_bytes: u64,
+    bandwidth: Bandwidth,
+    /// Of one decode step, mean over ranks.
+    costs: Costs,
+    /// Launches of one recorded step, and steps that were replayed.
+    nodes: usize,
+    replays: u64,
+    batches: Vec<(usize, f64)>,
+}
+
+pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    let gpu = |e: GpuError| CliError::Usage(e.to_string());
+    let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
+    let config = checkpoint.config().clone();
+    let mut options = options(&checkpoint, &args.engine)?;
+    check(args, &options)?;
+    let most = args.batch.iter().copied().max().unwrap_or(1);
+    options.sequences = most;
+    options.cache_tokens = options.cache_tokens.max(most * (args.prompt + args.steps + 64));
+    let plan = TpPlan::new(&config, args.tp)?;
+    let budget = Budget::new(&checkpoint, &plan)?;
+    let groups = backend.groups(args.tp)?;
+    let bandwidth = bandwidth::measure(groups[0].gpu()).map_err(gpu)?;
+    let gpus = groups.iter().map(|g| format!("{} ({})", g.gpu().name, g.gpu().arch)).collect();
+    let free: Vec<u64> =
+        groups.iter().map(|g| g.gpu().memory().map(|m| m.0 as u64)).collect::<Result<_, _>>().map_err(gpu)?;
+
+    read_whole(&checkpoint)?; // both then find the file in the same state
+    let start = Instant::now();
+    let mut engine = Engine::on(backend, checkpoint.clone(), args.tp, options)?;
+    let loaded = start.elapsed();
+    let host = anonymous();
+    let start = Instant::now();
+    let file = read_whole(&checkpoint)?;
+    let reader = start.elapsed();
+
+    let ids = prompt(config.vocab, args.prompt);
+    measure(&mut engine, &ids, args.steps, &[])?; // compiles, warms and records
+    let mut speed = Speed::default();
+    for _ in 0..args.repeat {
+        let run = measure(&mut engine, &ids, args.steps, &[])?;
+        speed.prefill.push(args.prompt as f64 / run.prefill.wall.as_secs_f64());
+        speed.decode.push(args.steps as f64 / run.decode.wall.as_secs_f64());
+    }
+    let used = groups.iter().zip(&free).map(|(g, before)| Ok(before.saturating_sub(g.gpu().memory()?.0 as u64)));
+    let used: Vec<u64> = used.collect::<Result<_, _>>().map_err(gpu)?;
+    let batches = batches(&mut engine, args, &ids)?;
+    let (replays, nodes) = backend.replays();
+    drop(engine);
+    let costs = profile(backend, &checkpoint, args, options, &config)?;
+    let report = Report {
+        args,
+        name: checkpoint.name().to_string(),
+        recipe: backend.recipe.name(),
+        attention: options.attention.name(),
+        gpus,
+        file,
+        reader,
+        loaded,
+        host,
+        plan: budget.trunk_bytes(),
+        used,
+        speed,
+        token_bytes: budget.token_bytes(&config),
+        bandwidth,
+        costs,
+        nodes,
+        replays,
+        batches,
+    };
+    if args.model.json {
+        serde_json::to_writer_pretty(&mut *out, &report.document())?;
+        writeln!(out)?;
+    } else {
+        report.print(out)?;
+    }
+    Ok(Exit::Ok)
+}
+
+/// Reads the model's files from end to end, as plainly as can be, and returns their bytes.
+fn read_whole(checkpoint: &Checkpoint) -> Result<u64, CliError> {
+    let mut buffer = vec![0u8; 16 << 20];
+    let mut total = 0;
+    for path in checkpoint.files() {
+        let mut file = std::fs::File::open(&path)?;
+        loop {
+            match file.read(&mut buffer)? {
+                0 => break,
+                n => total += n as u64,
+            }
+        }
+    }
+    Ok(total)
+}
+
+/// Decode speed of several sequences at once, all of the same prompt length.
+fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<(usize, f64)>, CliError> {
+    let mut speeds = Vec::new();
+    if args.batch == [1] {
+        return Ok(speeds);
+    }
+    for n in &args.batch {
+        let mut median = Vec::new();
+        // The first run records.
+        for repeat in 0..=args.repeat.min(3) {
+            let mut scheduler = Scheduler::default();
+            for i in 0..*n {
+                let mut prompt = ids.to_vec();
+                let shift = i % ids.len();
+                prompt.rotate_left(shift); // other tokens, so other experts
+                let request = Request { prompt, most: args.steps + 1, stop: Vec::new(), sampling: Sampling::default() };
+                scheduler.add(engine, request)?;
+            }
+            let mut first = 0;
+            while first < *n {
+                first += scheduler.step(engine)?.len();
+            }
+            let (start, mut tokens) = (Instant::now(), 0);
+            while scheduler.is_busy() {
+                tokens += scheduler.step(engine)?.len();
+            }
+            if repeat > 0 {
+                median.push(tokens as f64 / start.elapsed().as_secs_f64());
+            }
+        }
+        speeds.push((*n, spread(&median).0));
+    }
+    Ok(speeds)
+}
+
+/// One decode step behind the prompt, its launches timed on the GPU.
+fn profile(
+    backend: &CudaBackend,
+    checkpoint: &Arc<Checkpoint>,
+    args: &BenchArgs,
+    options: Options,
+    config: &Config,
+) -> Result<Costs, CliError> {
+    /// Steps that are averaged.
+    const STEPS: usize = 8;
+    let profiles: Arc<Vec<Arc<Profile>>> = Arc::new((0..args.tp).map(|_| Arc::default()).collect());
+    let timed = CudaBackend { profiles: Some(profiles.clone()), ..backend.clone() };
+    let mut engine = Engine::on(&timed, checkpoint.clone(), args.tp, options)?;
+    let ids = prompt(config.vocab, args.prompt);
+    let mut table = Vec::new();
+    engine.pool().reserve(&mut table, args.prompt + STEPS + 2).map_err(crate::engine::EngineError::from)?;
+    let token = |position: usize| Token { id: ids[position % ids.len()], position: position as u32, sequence: 0 };
+    for first in (0..args.prompt).step_by(options.chunk) {
+        let tokens = (first..args.prompt.min(first + options.chunk)).map(token).collect();
+        engine.step(Batch { tokens, tables: vec![table.clone()], logits: Vec::new(), ahead: false }, Vec::new())?;
+    }
+    let step = |i: usize| {
+        let batch =
+            Batch { tokens: vec![token(args.prompt + i)], tables: vec![table.clone()], logits: vec![0], ahead: false };
+        engine.step(batch, Vec::new()).map(|_| ())
+    };
+    step(0)?;
+    let take = || -> Result<Vec<Costs>, CliError> {
+        profiles.iter().map(|p| p.take().map_err(|e| CliError::Usage(e.to_string()))).collect()
+    };
+    take()?;
+    for i in 1..=STEPS {
+        step(i)?;
+    }
+    let mut mean = Costs::new();
+    let ranks = args.tp as f64;
+    for (op, cost) in take()?.into_iter().flatten() {
+        let sum = mean.entry(op).or_default();
+        sum.launches += cost.launches;
+        sum.seconds += cost.seconds / (STEPS as f64 * ranks);
+        sum.bytes += cost.bytes;
+    }
+    for cost in mean.values_mut() {
+        cost.launches /= (STEPS * args.tp) as u64;
+        cost.bytes /= (STEPS * args.tp) as u64;
+    }
+    Ok(mean)
+}
+
+fn gb(rate: f64) -> String {
+    format!("{:.1} GB/s", rate / 1e9)
+}
+
+impl Report<'_> {
+    /// Seconds of a decode step at the median.
+    fn step(&self) -> f64 {
+        1.0 / spread(&self.speed.decode).0.max(1e-9)
+    }
+
+    /// Seconds that kernels ran in a step, by events.
+    fn kernels(&self) -> f64 {
+        self.costs.values().map(|c| c.seconds).sum()
+    }
+
+    fn launches(&self) -> u64 {
+        self.costs.values().map(|c| c.launches).sum()
+    }
+
+    /// What a recorded launch costs beyond the work: the part of a step in which no kernel ran.
+    fn gap(&self) -> f64 {
+        (self.step() - self.kernels()).max(0.0) / self.launches().max(1) as f64
+    }
+
+    /// Bytes of weights that one rank reads per second of decode.
+    fn read_rate(&self) -> f64 {
+        self.token_bytes as f64 / self.step()
+    }
+
+    fn load_rate(&self) -> (f64, f64) {
+        (self.file as f64 / self.loaded.as_secs_f64(), self.file as f64 / self.reader.as_secs_f64())
+    }
+
+    fn document(&self) -> Json {
+        let speed = |tokens: usize, values: &[f64]| {
+            let (median, least, most) = spread(values);
+            json!({ "tokens": tokens, "median": median, "least": least, "most": most, "all": values })
+        };
+        let op = |(op, c): (&&str, &Cost)| json!({ "op": op, "launches": c.launches, "seconds": c.seconds, "bytes": c.bytes });
+        let (load, reader) = self.load_rate();
+        json!({
+            "model": self.name, "tp": self.args.tp, "device": self.args.device.device.to_string(), "gpus": self.gpus,
+            "recipe": self.recipe, "attention": self.attention,
+            "load": {
+                "file_bytes": self.file, "seconds": self.loaded.as_secs_f64(), "bytes_per_second": load,
+                "plain_reader_bytes_per_second": reader, "share": load / reader,
+                "host_anonymous_bytes": self.host, "host_pinned_bytes": PINNED * self.args.tp,
+            },
+            "prefill_tokens_per_second": speed(self.args.prompt, &self.speed.prefill),
+            "decode_tokens_per_second": speed(self.args.steps, &self.speed.decode),
+            "weight_bytes_per_token": self.token_bytes, "weight_bytes_per_second": self.read_rate(),
+            "bandwidth": {
+                "copy_bytes_per_second": self.bandwidth.copy, "read_bytes_per_second": self.bandwidth.read,
+                "share_of_copy": self.read_rate() / self.bandwidth.copy,
+                "share_of_read": self.read_rate() / self.bandwidth.read,
+            },
+            "step": {
+                "seconds": self.step(), "kernel_seconds": self.kernels(), "launches_per_rank": self.launches(),
+                "recorded_nodes": self.nodes, "replays": self.replays, "gap_seconds_per_launch": self.gap(),
+                "ops": self.costs.iter().map(op).collect::<Vec<_>>(),
+            },
+            "memory": { "weights_per_rank_by_plan": self.plan, "used_per_gpu": self.used },
+            "batches": self.batches.iter().map(|(n, s)| json!({ "sequences": n, "tokens_per_second": s })).collect::<Vec<_>>(),
+        })
+    }
+
+    fn print(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        let (tp, device, recipe, attention) = (self.args.tp, &self.args.device.device, self.recipe, self.attention);
+        writeln!(out, "{}, tp {tp}, {device}, recipe {recipe}, attention {attention}", self.name)?;
+        writeln!(out, "  gpus     {}", self.gpus.join(", "))?;
+        let (load, reader) = self.load_rate();
+        let seconds = self.loaded.as_secs_f64();
+        match self.file {
+            0 => writeln!(out, "  load     {seconds:.2} s, from no file: the model is built in")?,
+            size => writeln!(
+                out,
+                "  load     {} in {seconds:.2} s: {}, {:.0} % of a plain sequential read of the same file ({})",
+                bytes(size),
+                gb(load),
+                100.0 * load / reader,
+                gb(reader)
+            )?,
+        }
+        let anonymous = self.host.map_or("unknown".into(), bytes);
+        writeln!(out, "  host     {anonymous} anonymous memory, {} pinned while loading", bytes((PINNED * tp) as u64))?;
+        let phases =
+            [("prefill", self.args.prompt, &self.speed.prefill), ("decode", self.args.steps, &self.speed.decode)];
+        for (name, tokens, values) in phases {
+            let (median, least, most) = spread(values);
+            writeln!(
+                out,
+                "  {name:<8} {median:.0} tokens/s, median of {} runs of {tokens} tokens ({least:.0} to {most:.0})",
+                self.args.repeat
+            )?;
+        }
+        let rate = self.read_rate();
+        writeln!(
+            out,
+            "  reads    {} of weights per token: {}, {:.0} % of a copy ({}), {:.0} % of a read sweep ({})",
+            bytes(self.token_bytes),
+            gb(rate),
+            100.0 * rate / self.bandwidth.copy,
+            gb(self.bandwidth.copy),
+            100.0 * rate / self.bandwidth.read,
+            gb(self.bandwidth.read)
+        )?;
+        let us = |s: f64| format!("{:.1} us", 1e6 * s);
+        writeln!(
+            out,
+            "  step     {}: {} in kernels of {} launches a rank, {} a launch beside them; {} nodes recorded, {} replays",
+            us(self.step()),
+            us(self.kernels()),
+            self.launches(),
+            us(self.gap()),
+            self.nodes,
+            self.replays
+        )?;
+        let most = |v: &[u64]| bytes(v.iter().max().copied().unwrap_or(0));
+        writeln!(
+            out,
+            "  memory   {} of weights on a rank by the plan, {} taken from a GPU in all\n",
+            most(&self.plan),
+            most(&self.used)
+        )?;
+        let mut rows: Vec<(&&str, &Cost)> = self.costs.iter().collect();
+        rows.sort_by(|a, b| b.1.seconds.total_cmp(&a.1.seconds));
+        let mut t = table(&["operation", ">us/step", ">share", ">launches", ">bytes", ">GB/s"]);
+        for (op, c) in rows {
+            t.add_row([
+                (*op).to_string(),
+                format!("{:.1}", 1e6 * c.seconds),
+                format!("{:.1} %", 100.0 * c.seconds / self.kernels().max(1e-12)),
+                c.launches.to_string(),
+                if c.bytes > 0 { bytes(c.bytes) } else { String::new() },
+                if c.bytes > 0 { format!("{:.0}", c.bytes as f64 / c.seconds.max(1e-12) / 1e9) } else { String::new() },
+            ]);
+        }
+        writeln!(out, "{t}")?;
+        if !self.batches.is_empty() {
+            let mut t = table(&[">sequences", ">tokens/s", ">tokens/s each"]);
+            for (n, s) in &self.batches {
+                t.add_row([n.to_string(), format!("{s:.0}"), format!("{:.0}", s / *n as f64)]);
+            }
+            writeln!(out, "\n{t}")?;
+        }
+        Ok(())
+    }
+}

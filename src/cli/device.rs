@@ -1,0 +1,71 @@
+//! From `--device` and `--recipe` to the devices that ranks run on.
+
+use super::CliError;
+use super::args::{DeviceArg, DeviceArgs, RecipeArg};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::{CudaBackend, cubin::Cubins, gpu};
+#[cfg(feature = "cuda")]
+use crate::device::recipe::Recipe;
+use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
+use crate::engine::{Backend, CpuBackend};
+use crate::verify::{Engines, PlainEngines};
+
+/// The kinds of devices that this build has, ready to be used.
+pub(super) enum Chosen {
+    /// Ranks on threads of this process.
+    Cpu(CpuBackend),
+    /// Ranks on NVIDIA GPUs.
+    #[cfg(feature = "cuda")]
+    Cuda(CudaBackend),
+}
+
+/// The devices that were asked for.
+///
+/// # Errors
+/// A recipe that the device does not have; a device that this build does not have.
+pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
+    match (&args.device, args.recipe) {
+        (DeviceArg::Cpu, RecipeArg::Strict) => Ok(Chosen::Cpu(CpuBackend)),
+        (DeviceArg::Cpu, RecipeArg::Fast) => {
+            Err(CliError::Usage("--recipe fast: expected strict, the only recipe of the CPU device".into()))
+        }
+        #[cfg(feature = "cuda")]
+        (DeviceArg::Cuda(ordinals), recipe) => {
+            let recipe = match recipe {
+                RecipeArg::Strict => Recipe::Strict,
+                RecipeArg::Fast => Recipe::Fast,
+            };
+            let cubins = Cubins { sources: args.kernels_dir.clone(), ..Cubins::default() };
+            let backend = CudaBackend::new(ordinals.clone(), recipe, cubins);
+            let found = gpu::count().map_err(|e| CliError::Usage(format!("--device {}: {e}", args.device)))?;
+            if let Some(ordinal) = ordinals.iter().chain([&0]).find(|o| **o >= found) {
+                let problem = format!("--device {}: there is no GPU {ordinal}; found {found}", args.device);
+                return Err(CliError::Usage(problem));
+            }
+            Ok(Chosen::Cuda(backend))
+        }
+        #[cfg(not(feature = "cuda"))]
+        (DeviceArg::Cuda(_), _) => {
+            Err(CliError::Usage(format!("--device {}: this build has no CUDA device (feature cuda)", args.device)))
+        }
+    }
+}
+
+/// Engines on the devices that were asked for, with faults or without decoration.
+///
+/// # Errors
+/// As [`chosen`].
+pub(super) fn engines(args: &DeviceArgs, faults: Option<Decorations>) -> Result<Box<dyn Engines>, CliError> {
+    match chosen(args)? {
+        Chosen::Cpu(backend) => Ok(engines_on(backend, faults)),
+        #[cfg(feature = "cuda")]
+        Chosen::Cuda(backend) => Ok(engines_on(backend, faults)),
+    }
+}
+
+fn engines_on<B: Backend + 'static>(backend: B, faults: Option<Decorations>) -> Box<dyn Engines> {
+    match faults {
+        None => Box::new(PlainEngines(backend)),
+        Some(faults) => Box::new(FaultyEngines(backend, faults)),
+    }
+}

@@ -1,0 +1,158 @@
+//! Ranks on GPUs of their own: sums over NCCL, in f32, on each rank's stream and so inside its recording. NCCL sums in the
+//! order that its algorithm has; every rank receives the same bits.
+
+use std::ffi::{CStr, c_int};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cudarc::nccl::{result, sys};
+
+use super::meeting::Meeting;
+use super::{Collective, CommError};
+use crate::device::cuda::CudaDevice;
+use crate::device::cuda::gpu::{Gpu, GpuError};
+use crate::device::{Device, Site};
+use crate::engine::EngineError;
+
+/// NCCL's communicators, one per rank.
+pub struct Nccl {
+    state: Mutex<State>,
+    gpus: Vec<Arc<Gpu>>,
+    /// Ranks meet before the first collective of each place and size, so that a missing one is named, not waited for.
+    meeting: Meeting,
+}
+
+struct State {
+    comms: Vec<sys::ncclComm_t>,
+    aborted: Option<String>,
+}
+
+// SAFETY: each communicator is used by its own rank's thread, but for the abort, which NCCL allows from any.
+unsafe impl Send for State {}
+
+/// Version of the NCCL that would be used, as NCCL counts it, if there is one.
+pub fn version() -> Option<i32> {
+    // SAFETY: only asks whether the library can be loaded.
+    if unsafe { !sys::is_culib_present() } {
+        return None;
+    }
+    result::get_nccl_version().ok()
+}
+
+fn describe(e: &result::NcclError) -> String {
+    // SAFETY: NCCL returns static texts.
+    let text = unsafe { CStr::from_ptr(sys::ncclGetErrorString(e.0)) };
+    format!("NCCL: {} ({:?})", text.to_string_lossy(), e.0)
+}
+
+impl Nccl {
+    /// Communicators of one rank per GPU. They wait at most `timeout` for each other.
+    ///
+    /// # Errors
+    /// No NCCL, or one that refuses.
+    pub fn new(gpus: Vec<Arc<Gpu>>, timeout: Duration) -> Result<Self, EngineError> {
+        let failed =
+            |reason: String| EngineError::Comm(CommError::Device { rank: 0, site: "joining NCCL".into(), reason });
+        if version().is_none() {
+            let looked = "libnccl.so was not found: install NCCL, or link libnccl.so.2 to that name in a folder on \
+                          LD_LIBRARY_PATH";
+            return Err(failed(looked.into()));
+        }
+        let ordinals: Vec<c_int> = gpus.iter().map(|g| g.ordinal as c_int).collect();
+        let mut comms = vec![std::ptr::null_mut(); gpus.len()];
+        // SAFETY: room for as many communicators as there are GPUs in the list.
+        unsafe { result::comm_init_all(comms.as_mut_ptr(), ordinals.len() as c_int, ordinals.as_ptr()) }
+            .map_err(|e| failed(describe(&e)))?;
+        let meeting = Meeting::new(gpus.len(), timeout);
+        Ok(Nccl { state: Mutex::new(State { comms, aborted: None }), gpus, meeting })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The rank's communicator, its GPU made current.
+    fn own(&self, rank: usize, site: &dyn Fn() -> String) -> Result<sys::ncclComm_t, CommError> {
+        let state = self.state();
+        if let Some(reason) = &state.aborted {
+            return Err(CommError::Aborted { rank, site: site(), reason: reason.clone() });
+        }
+        let device = |e: GpuError| CommError::Device { rank, site: site(), reason: e.to_string() };
+        self.gpus[rank].bind().map_err(device)?;
+        Ok(state.comms[rank])
+    }
+
+    /// Adds `count` f32 values at `address` over all ranks, in place, on the rank's stream.
+    ///
+    /// # Errors
+    /// An abort, or a call that NCCL refuses.
+    pub fn sum(&self, rank: usize, site: &dyn Fn() -> String, address: u64, count: usize) -> Result<(), CommError> {
+        let comm = self.own(rank, site)?;
+        let device = |reason: String| CommError::Device { rank, site: site(), reason };
+        let (f32_type, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
+        let stream = self.gpus[rank].stream().cu_stream().cast();
+        let at = address as *mut std::ffi::c_void;
+        // SAFETY: the buffer holds `count` values on the communicator's GPU, and the stream is that GPU's.
+        let done = unsafe { result::all_reduce(at.cast_const(), at, count, f32_type, sum, comm, stream) };
+        done.map(|_| ()).map_err(|e| device(describe(&e)))
+    }
+}
+
+impl Collective<CudaDevice> for Nccl {
+    fn tp(&self) -> usize {
+        self.gpus.len()
+    }
+
+    fn all_reduce(
+        &self,
+        rank: usize,
+        site: Site,
+        device: &CudaDevice,
+        buf: &mut <CudaDevice as Device>::Buf,
+        n: usize,
+        width: usize,
+    ) -> Result<(), CommError> {
+        self.meeting.wait(rank, site, || Ok(()))?;
+        let (address, row) = device.place(buf);
+        debug_assert!(width as i64 <= row);
+        self.sum(rank, &|| site.to_string(), address, n * row as usize)
+    }
+
+    fn share_best(&self, rank: usize, site: Site, device: &CudaDevice, _: usize) -> Result<(), CommError> {
+        let site = || site.to_string();
+        let comm = self.own(rank, &site)?;
+        let failed = |reason: String| CommError::Device { rank, site: site(), reason };
+        let (pairs, each) = device.best_pairs().map_err(|e| failed(e.to_string()))?;
+        let own = (pairs + (rank * each) as u64) as *const std::ffi::c_void;
+        let stream = self.gpus[rank].stream().cu_stream().cast();
+        // SAFETY: the buffer holds `each` bytes per rank on the communicator's GPU, this rank's at its own place.
+        let done = unsafe {
+            result::all_gather(own, pairs as *mut std::ffi::c_void, each, sys::ncclDataType_t::ncclInt8, comm, stream)
+        };
+        done.map(|_| ()).map_err(|e| failed(describe(&e)))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.meeting.abort(reason);
+        let mut state = self.state();
+        if state.aborted.is_none() {
+            state.aborted = Some(reason.into());
+            for comm in std::mem::take(&mut state.comms) {
+                // SAFETY: aborted once; nobody uses it afterwards, since `aborted` is set.
+                let _ = unsafe { result::comm_abort(comm) }; // the reason for the abort is the one to tell
+            }
+        }
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        let comms = std::mem::take(&mut self.state().comms);
+        for (comm, gpu) in comms.into_iter().zip(&self.gpus) {
+            if gpu.bind().is_ok() {
+                // SAFETY: destroyed once, behind the last step.
+                let _ = unsafe { result::comm_destroy(comm) }; // nobody is left to be told
+            }
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Compiled kernels: made by NVRTC, kept under a name that is a hash of everything they were made from, so that a cached
+//! file is never stale and two processes may write the same one.
+
+use std::ffi::{CStr, CString, c_char};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use cudarc::nvrtc::sys;
+use lockstep_kernels::{TYPES, UNITS, Unit, Usage, embedded, options};
+use sha2::{Digest, Sha256};
+
+use crate::quant::QuantType;
+
+/// A kernel that could not be compiled, or a cache that could not be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CubinError {
+    #[error(
+        "no NVRTC: libnvrtc.so was not found, and {module} for {arch} is not in the cache {}. Install CUDA's NVRTC (its \
+         wheel will do, with its folder on LD_LIBRARY_PATH), or copy a cache that `lockstep kernels build` filled",
+        cache.display()
+    )]
+    NoNvrtc { module: String, arch: String, cache: PathBuf },
+    #[error("kernels: expected the file {path} in {}", dir.display())]
+    Source { path: String, dir: PathBuf },
+    #[error("{module} for {arch} does not compile: {log}")]
+    Compile { module: String, arch: String, log: String },
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+}
+
+/// Where kernels come from and where they are kept.
+#[derive(Clone, Debug)]
+pub struct Cubins {
+    /// A folder with the layout of `kernels/cu`, read instead of the embedded sources.
+    pub sources: Option<PathBuf>,
+    /// The cache.
+    pub cache: PathBuf,
+}
+
+impl Default for Cubins {
+    /// Embedded sources; the user's cache folder, or a temporary one where there is none.
+    fn default() -> Self {
+        let home = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let cache = home("XDG_CACHE_HOME").or_else(|| home("HOME").map(|h| h.join(".cache")));
+        let cache = cache.unwrap_or_else(std::env::temp_dir).join("lockstep").join("cubins");
+        Cubins { sources: None, cache }
+    }
+}
+
+/// A module that was compiled or found.
+#[derive(Debug)]
+pub struct Built {
+    /// `matmul<Q4_K>` and the like.
+    pub module: String,
+    /// The architecture.
+    pub arch: String,
+    /// Its file in the cache.
+    pub path: PathBuf,
+    /// True if the cache had it.
+    pub cached: bool,
+    /// Bytes of the cubin.
+    pub bytes: usize,
+    /// Registers and local memory of its kernels, as ptxas reported them.
+    pub usage: Vec<Usage>,
+}
+
+/// Every module: units, once per type where they are typed.
+pub fn modules() -> impl Iterator<Item = (&'static Unit, Option<QuantType>)> {
+    UNITS.iter().flat_map(|unit| {
+        let types: Vec<Option<QuantType>> = match unit.typed {
+            true => QuantType::all().filter(|t| TYPES.contains(&t.name())).map(Some).collect(),
+            false => vec![None],
+        };
+        types.into_iter().map(move |ty| (unit, ty))
+    })
+}
+
+/// Version of the NVRTC that would be used, if there is one.
+pub fn nvrtc_version() -> Option<(i32, i32)> {
+    // SAFETY: asks whether the library can be loaded, then fills two integers.
+    unsafe {
+        if !sys::is_culib_present() {
+            return None;
+        }
+        let (mut major, mut minor) = (0, 0);
+        let done = sys::nvrtcVersion(&mut major, &mut minor);
+        (done == sys::nvrtcResult::NVRTC_SUCCESS).then_some((major, minor))
+    }
+}
+
+impl Cubins {
+    /// The cubin of a module, from the cache or compiled now.
+    ///
+    /// # Errors
+    /// No NVRTC, a source that does not compile, a cache that cannot be written.
+    pub fn get(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Vec<u8>, CubinError> {
+        let built = self.build(unit, ty, arch)?;
+        std::fs::read(&built.path).map_err(|source| CubinError::Io { path: built.path, source })
+    }
+
+    /// Makes sure that a module is in the cache.
+    ///
+    /// # Errors
+    /// As [`Cubins::get`].
+    pub fn build(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Built, CubinError> {
+        let module = ty.map_or(unit.to_string(), |ty| format!("{unit}<{ty}>"));
+        let missing = |path: String| CubinError::Source { path, dir: self.sources.clone().unwrap_or_default() };
+        let found = Unit::named(unit).ok_or_else(|| missing(format!("{unit}.cu")))?;
+        let source = match &self.sources {
+            None => found.source(&embedded),
+            Some(dir) => found.source(&|path| std::fs::read_to_string(dir.join(path)).ok()),
+        }
+        .map_err(missing)?;
+        let options = options(arch, ty.map(QuantType::name));
+        let path = self.cache.join(format!("{}.cubin", key(&source, &options)));
+        let log_path = path.with_extension("log");
+        if let (Ok(image), Ok(log)) = (std::fs::metadata(&path), std::fs::read_to_string(&log_path)) {
+            let (bytes, usage) = (image.len() as usize, Usage::parse(&log));
+            return Ok(Built { module, arch: arch.into(), path, cached: true, bytes, usage });
+        }
+        if nvrtc_version().is_none() {
+            return Err(CubinError::NoNvrtc { module, arch: arch.into(), cache: self.cache.clone() });
+        }
+        let failed = |log: String| CubinError::Compile { module: module.clone(), arch: arch.into(), log };
+        let (image, log) = compile(&source, unit, &options).map_err(failed)?;
+        std::fs::create_dir_all(&self.cache).map_err(|source| CubinError::Io { path: self.cache.clone(), source })?;
+        // The log first: a cubin without its log is compiled again.
+        write_whole(&log_path, log.as_bytes())?;
+        write_whole(&path, &image)?;
+        Ok(Built { module, arch: arch.into(), path, cached: false, bytes: image.len(), usage: Usage::parse(&log) })
+    }
+}
+
+/// What a cubin was made from, as a name.
+fn key(source: &str, options: &[String]) -> String {
+    let mut hash = Sha256::new();
+    for part in std::iter::once(source).chain(options.iter().map(String::as_str)) {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Writes beside the place and moves it there: a reader sees the whole file or none.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), CubinError> {
+    let beside = path.with_extension(format!("{}.{:?}.part", std::process::id(), std::thread::current().id()));
+    let write = || -> std::io::Result<()> {
+        let mut file = std::fs::File::create(&beside)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&beside, path)
+    };
+    write().map_err(|source| {
+        let _ = std::fs::remove_file(&beside); // the first error is the one to tell
+        CubinError::Io { path: path.into(), source }
+    })
+}
+
+/// The cubin and NVRTC's log, or the log alone.
+fn compile(source: &str, name: &str, options: &[String]) -> Result<(Vec<u8>, String), String> {
+    let text = |s: &str| CString::new(s).map_err(|e| e.to_string());
+    let (source, name) = (text(source)?, text(&format!("{name}.cu"))?);
+    let options: Vec<CString> = options.iter().map(|o| text(o)).collect::<Result<_, _>>()?;
+    let options: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+    let ok = |what: &str, r: sys::nvrtcResult| match r {
+        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        e => Err(format!("{what}: {e:?}")),
+    };
+    // SAFETY: every pointer outlives the call that it is given to, and buffers have the sizes that NVRTC asked for.
+    unsafe {
+        let mut program = std::ptr::null_mut();
+        let none = std::ptr::null();
+        ok("creating", sys::nvrtcCreateProgram(&mut program, source.as_ptr(), name.as_ptr(), 0, none, none))?;
+        let compiled = sys::nvrtcCompileProgram(program, options.len() as i32, options.as_ptr());
+        let mut size = 0;
+        let mut log = vec![0u8; 1];
+        if sys::nvrtcGetProgramLogSize(program, &mut size) == sys::nvrtcResult::NVRTC_SUCCESS && size > 0 {
+            log.resize(size, 0);
+            let _ = sys::nvrtcGetProgramLog(program, log.as_mut_ptr().cast()); // an empty log then
+        }
+        let log = CStr::from_bytes_until_nul(&log).map(|l| l.to_string_lossy().into_owned()).unwrap_or_default();
+        let image = ok("compiling", compiled).map_err(|e| format!("{e}\n{log}")).and_then(|()| {
+            let mut size = 0;
+            ok("asking for the cubin", sys::nvrtcGetCUBINSize(program, &mut size))?;
+            let mut image = vec![0u8; size];
+            ok("taking the cubin", sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()))?;
+            Ok(image)
+        });
+        let _ = sys::nvrtcDestroyProgram(&mut program); // nothing is left to do with it
+        image.map(|image| (image, log))
+    }
+}

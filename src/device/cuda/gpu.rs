@@ -1,0 +1,304 @@
+//! A GPU as ranks use it: context, stream, compiled modules, memory. Virtual ranks share one; ranks of several GPUs have
+//! one each.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use lockstep_kernels::geometry::Launch;
+
+use super::cubin::{CubinError, Cubins};
+use crate::quant::QuantType;
+
+/// What went wrong on a GPU, and where.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum GpuError {
+    #[error("no NVIDIA driver: libcuda.so was not found. Install the driver, or run with --device cpu")]
+    NoDriver,
+    #[error("GPU {ordinal}: expected one of the {found} GPUs of this machine (0 to {})", found - 1)]
+    NoSuchGpu { ordinal: usize, found: usize },
+    #[error("{what}: {error}")]
+    Driver { what: String, error: String },
+    #[error("{kernel} (grid {grid:?}, block {block}, {shared} bytes shared): {error}")]
+    Launch { kernel: String, grid: (u32, u32, u32), block: u32, shared: u32, error: String },
+    #[error("{kernel}: expected parameters of {expected} bytes, found {found:?}")]
+    Parameters { kernel: String, expected: String, found: Vec<usize> },
+    #[error("GPU {ordinal}: {wanted} more bytes do not fit: {free} of {total} bytes are free")]
+    Memory { ordinal: usize, wanted: usize, free: usize, total: usize },
+    #[error("the GPU did not finish within {} s; the last operation given to it was {last}", waited.as_secs())]
+    Stuck { last: String, waited: Duration },
+    #[error(transparent)]
+    Cubin(#[from] CubinError),
+}
+
+/// A driver call that failed, with what it was for.
+pub(crate) fn at(what: impl Into<String>) -> impl FnOnce(DriverError) -> GpuError {
+    move |e| GpuError::Driver { what: what.into(), error: describe(e) }
+}
+
+fn describe(e: DriverError) -> String {
+    let text = e.error_string().map(|s| s.to_string_lossy().into_owned());
+    format!("{} ({:?})", text.unwrap_or_else(|_| "unknown CUDA error".into()), e.0)
+}
+
+/// How long the host waits for a stream. The longest legitimate step is a long prefill chunk.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
+
+/// A kernel by unit, type and name.
+type Key = (&'static str, Option<QuantType>, &'static str);
+
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<(&'static str, Option<QuantType>), CUmodule>,
+    functions: HashMap<Key, CUfunction>,
+}
+
+/// An opened GPU.
+pub struct Gpu {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    cubins: Cubins,
+    loaded: Mutex<Loaded>,
+    /// Which GPU of the machine.
+    pub ordinal: usize,
+    /// Its name.
+    pub name: String,
+    /// `sm_90a` and the like.
+    pub arch: String,
+}
+
+// SAFETY: module and function handles belong to the context, which any thread may use once it is current; the maps that
+// hold them are behind a lock.
+unsafe impl Send for Gpu {}
+// SAFETY: as above.
+unsafe impl Sync for Gpu {}
+
+/// A value that a kernel takes: a scalar, a device address or a plain struct.
+pub trait Arg {
+    /// Where it lies.
+    fn address(&self) -> *mut c_void;
+    /// Its bytes.
+    fn bytes(&self) -> usize;
+}
+
+macro_rules! args {
+    ($($ty:ty),*) => {
+        $(impl $crate::device::cuda::gpu::Arg for $ty {
+            fn address(&self) -> *mut std::ffi::c_void {
+                std::ptr::from_ref(self).cast_mut().cast()
+            }
+            fn bytes(&self) -> usize {
+                size_of::<$ty>()
+            }
+        })*
+    };
+}
+pub(super) use args;
+args!(i32, u32, i64, u64, f32, f64);
+
+/// GPUs of this machine.
+///
+/// # Errors
+/// No driver, or one that does not answer.
+pub fn count() -> Result<usize, GpuError> {
+    // SAFETY: only asks whether the library can be loaded.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(GpuError::NoDriver);
+    }
+    let count = CudaContext::device_count().map_err(at("counting GPUs"))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+impl Gpu {
+    /// Opens GPU `ordinal`; kernels come from `cubins`.
+    ///
+    /// # Errors
+    /// No driver, no such GPU.
+    pub fn open(ordinal: usize, cubins: Cubins) -> Result<Arc<Self>, GpuError> {
+        let found = count()?;
+        if ordinal >= found {
+            return Err(GpuError::NoSuchGpu { ordinal, found });
+        }
+        let open = || format!("opening GPU {ordinal}");
+        let context = CudaContext::new(ordinal).map_err(at(open()))?;
+        // SAFETY: every buffer is used on one stream, or handed over behind a synchronisation; tracking would break
+        // recording.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(at(open()))?;
+        let (major, minor) = context.compute_capability().map_err(at(open()))?;
+        let arch = arch(major, minor);
+        let name = context.name().map_err(at(open()))?;
+        Ok(Arc::new(Gpu { context, stream, cubins, loaded: Mutex::default(), ordinal, name, arch }))
+    }
+
+    /// Its context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// The stream on which everything runs.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Where its kernels come from.
+    pub fn cubins(&self) -> &Cubins {
+        &self.cubins
+    }
+
+    /// Makes the GPU current on this thread.
+    ///
+    /// # Errors
+    /// A driver that refuses.
+    pub fn bind(&self) -> Result<(), GpuError> {
+        self.context.bind_to_thread().map_err(at("making the GPU current"))
+    }
+
+    /// Multiprocessors.
+    ///
+    /// # Errors
+    /// A driver that refuses.
+    pub fn multiprocessors(&self) -> Result<usize, GpuError> {
+        let n = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        Ok(usize::try_from(n.map_err(at("counting multiprocessors"))?).unwrap_or(1))
+    }
+
+    /// Free and total bytes of memory.
+    ///
+    /// # Errors
+    /// A driver that refuses.
+    pub fn memory(&self) -> Result<(usize, usize), GpuError> {
+        self.bind()?;
+        self.context.mem_get_info().map_err(at("asking for free memory"))
+    }
+
+    /// Starts a kernel; returns before it has run.
+    ///
+    /// # Errors
+    /// A kernel that does not compile or load, parameters that are not its own, or a launch that the driver refuses.
+    pub fn launch(
+        &self,
+        unit: &'static str,
+        ty: Option<QuantType>,
+        kernel: &'static str,
+        launch: Launch,
+        args: &[&dyn Arg],
+    ) -> Result<(), GpuError> {
+        let function = self.function((unit, ty, kernel), args)?;
+        let mut params: Vec<*mut c_void> = args.iter().map(|a| a.address()).collect();
+        let Launch { grid, block, shared } = launch;
+        // SAFETY: the function belongs to this context, and its parameters have the sizes of `args`, which live until the
+        // call returns. What they point to is the caller's.
+        let done = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                grid.0,
+                grid.1,
+                grid.2,
+                block,
+                1,
+                1,
+                shared,
+                self.stream.cu_stream(),
+                params.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        done.result().map_err(|e| GpuError::Launch {
+            kernel: full_name(kernel, ty),
+            grid,
+            block,
+            shared,
+            error: describe(e),
+        })
+    }
+
+    /// The kernel's handle; its parameters are compared with `args` when it is first used.
+    fn function(&self, key: Key, args: &[&dyn Arg]) -> Result<CUfunction, GpuError> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        self.bind()?;
+        if let Some(function) = loaded.functions.get(&key) {
+            return Ok(*function);
+        }
+        let (unit, ty, kernel) = key;
+        let name = full_name(kernel, ty);
+        let module = match loaded.modules.get(&(unit, ty)) {
+            Some(module) => *module,
+            None => {
+                let image = self.cubins.get(unit, ty, &self.arch)?;
+                // SAFETY: the image is a whole cubin, made by NVRTC or read from the cache under its content's name.
+                let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
+                    .map_err(at(format!("loading the module of {name} for {}", self.arch)))?;
+                loaded.modules.insert((unit, ty), module);
+                module
+            }
+        };
+        let symbol = CString::new(kernel).unwrap_or_default();
+        // SAFETY: the module is loaded in this context.
+        let function = unsafe { result::module::get_function(module, symbol) }
+            .map_err(at(format!("looking for kernel {name}")))?;
+        let found: Vec<usize> = args.iter().map(|a| a.bytes()).collect();
+        let expected = parameters(function);
+        if expected != found {
+            return Err(GpuError::Parameters { kernel: name, expected: format!("{expected:?}"), found });
+        }
+        loaded.functions.insert(key, function);
+        Ok(function)
+    }
+
+    /// Waits until everything given to the stream has run. `last` names it, should it hang.
+    ///
+    /// # Errors
+    /// What any kernel before this ended with, or a GPU that does not finish.
+    pub fn synchronise(&self, last: &dyn Fn() -> String) -> Result<(), GpuError> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        wait_for(|| unsafe { sys::cuStreamQuery(self.stream.cu_stream()) }, last)
+    }
+}
+
+/// Asks `query` until it says that the work is done: at first without a pause, as steps are short.
+pub(super) fn wait_for(query: impl Fn() -> CUresult, last: &dyn Fn() -> String) -> Result<(), GpuError> {
+    let start = Instant::now();
+    loop {
+        match query() {
+            CUresult::CUDA_SUCCESS => return Ok(()),
+            CUresult::CUDA_ERROR_NOT_READY => {
+                let waited = start.elapsed();
+                if waited > STUCK_AFTER {
+                    return Err(GpuError::Stuck { last: last(), waited });
+                }
+                if waited > Duration::from_millis(20) {
+                    std::thread::sleep(Duration::from_micros(50));
+                } else {
+                    std::hint::spin_loop();
+                }
+            }
+            e => return Err(GpuError::Driver { what: format!("running up to {}", last()), error: format!("{e:?}") }),
+        }
+    }
+}
+
+/// The architecture whose own instructions kernels may use, where it has any.
+fn arch(major: i32, minor: i32) -> String {
+    let own = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
+}
+
+fn full_name(kernel: &str, ty: Option<QuantType>) -> String {
+    ty.map_or(kernel.to_string(), |ty| format!("{kernel}<{ty}>"))
+}
+
+/// Sizes of a kernel's parameters.
+fn parameters(function: CUfunction) -> Vec<usize> {
+    let (mut sizes, mut offset, mut size) = (Vec::new(), 0, 0);
+    // SAFETY: writes two integers; an index behind the last parameter is an error that ends the loop.
+    while unsafe { sys::cuFuncGetParamInfo(function, sizes.len(), &mut offset, &mut size) } == CUresult::CUDA_SUCCESS {
+        sizes.push(size);
+    }
+    sizes
+}

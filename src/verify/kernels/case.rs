@@ -1,0 +1,233 @@
+//! What was found of one kernel: errors in units of the noise floor, things that are exactly right or wrong, repeats that
+//! differ. One case becomes one check.
+
+use lockstep_reference::ndarray::{Array2, ArrayView1};
+use lockstep_reference::{Arith, Recipe};
+
+use crate::device::cuda::gpu::GpuError;
+use crate::verify::floor::{Energy, limit, pools, sigma};
+use crate::verify::{Check, Verdict};
+
+/// Problems that are printed; a broken kernel has thousands.
+const SHOWN: usize = 3;
+
+/// The truth and how far a legitimate run may be from it, row by row.
+#[derive(Clone)]
+pub struct Floor {
+    /// The f64 reference, or another kernel's values.
+    pub reference: Array2<f64>,
+    /// One sigma per row.
+    pub sigma: Vec<f64>,
+}
+
+impl Floor {
+    /// The floor of an operation: once in f64, and in every legitimate order of the recipe.
+    pub fn of(recipe: Recipe, tp: usize, op: &dyn Fn(Arith) -> Array2<f64>) -> Self {
+        let runs: Vec<Array2<f64>> = Arith::orders(recipe, tp).into_iter().map(op).collect();
+        let reference = op(Arith::Exact);
+        let row = |m: &Array2<f64>, i: usize| -> Vec<f64> { m.row(i).to_vec() };
+        let sigma = (0..reference.nrows())
+            .map(|i| {
+                let rows: Vec<Vec<f64>> = runs.iter().map(|m| row(m, i)).collect();
+                let rows: Vec<&[f64]> = rows.iter().map(Vec::as_slice).collect();
+                sigma(&row(&reference, i), &rows)
+            })
+            .collect();
+        Floor { reference, sigma }
+    }
+
+    /// The same sigmas around other values.
+    pub fn around(&self, reference: Array2<f64>) -> Self {
+        let sigma = self.sigma[..reference.nrows()].to_vec();
+        Floor { reference, sigma }
+    }
+}
+
+/// What was found so far.
+pub struct Case {
+    name: String,
+    worst: Option<(f64, f64, String)>,
+    problems: Vec<String>,
+    count: usize,
+    unstable: Option<String>,
+    judged: usize,
+}
+
+/// Runs a case. A launch that fails is a divergence, and the stage goes on.
+pub fn check(name: impl Into<String>, run: impl FnOnce(&mut Case) -> Result<(), GpuError>) -> Check {
+    let mut case = Case { name: name.into(), worst: None, problems: Vec::new(), count: 0, unstable: None, judged: 0 };
+    if let Err(e) = run(&mut case) {
+        case.problem(e.to_string());
+    }
+    case.done()
+}
+
+impl Case {
+    /// Something is wrong.
+    pub fn problem(&mut self, text: String) {
+        self.count += 1;
+        if self.problems.len() < SHOWN {
+            self.problems.push(text);
+        }
+    }
+
+    /// Repeats differ.
+    pub fn unstable(&mut self, text: String) {
+        self.unstable.get_or_insert(text);
+    }
+
+    /// Exact values: equal bit for bit, or both NaN.
+    pub fn same(&mut self, what: &str, found: &[f32], expected: &[f32]) {
+        self.judged += found.len();
+        if found.len() != expected.len() {
+            return self.problem(format!("{what}: expected {} values, found {}", expected.len(), found.len()));
+        }
+        let equal = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+        if let Some(i) = found.iter().zip(expected).position(|pair| !equal(pair)) {
+            self.problem(format!("{what}: value {i}: expected {:e}, found {:e}", expected[i], found[i]));
+        }
+    }
+
+    /// Exact words.
+    pub fn equal<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, found: &[T], expected: &[T]) {
+        self.judged += found.len();
+        if found.len() != expected.len() {
+            return self.problem(format!("{what}: expected {} values, found {}", expected.len(), found.len()));
+        }
+        if let Some(i) = found.iter().zip(expected).position(|(a, b)| a != b) {
+            self.problem(format!("{what}: value {i}: expected {:?}, found {:?}", expected[i], found[i]));
+        }
+    }
+
+    /// Something that holds or does not.
+    pub fn holds(&mut self, good: bool, problem: impl FnOnce() -> String) {
+        self.judged += 1;
+        if !good {
+            self.problem(problem());
+        }
+    }
+
+    /// Values against the first rows of a floor: every row (pooled where rows are small) and the whole; and the same
+    /// places that are not finite.
+    pub fn judge(&mut self, what: &str, found: &Array2<f64>, floor: &Floor) {
+        if found.nrows() > floor.reference.nrows() || found.ncols() != floor.reference.ncols() {
+            return self.problem(format!(
+                "{what}: expected {:?} values, found {:?}",
+                floor.reference.dim(),
+                found.dim()
+            ));
+        }
+        if found.is_empty() {
+            return;
+        }
+        self.judged += found.len();
+        let energy = |row: ArrayView1<'_, f64>, i: usize| {
+            let mut energy = Energy::default();
+            row.iter().zip(floor.reference.row(i)).for_each(|(t, r)| energy.add(*t, *r, floor.sigma[i]));
+            energy
+        };
+        let rows: Vec<Energy> = found.rows().into_iter().enumerate().map(|(i, row)| energy(row, i)).collect();
+        let misplaced = found.indexed_iter().find(|((i, j), t)| {
+            let r = floor.reference[[*i, *j]];
+            t.is_finite() != r.is_finite() || (r == f64::NEG_INFINITY) != (**t == f64::NEG_INFINITY)
+        });
+        if let Some(((i, j), t)) = misplaced {
+            self.problem(format!("{what}: row {i}, value {j}: expected {:e}, found {t:e}", floor.reference[[i, j]]));
+            return;
+        }
+        let mut whole = Energy::default();
+        rows.iter().for_each(|e| whole.join(*e));
+        let last = rows.len() - 1;
+        for (first, last, energy) in pools(&rows).into_iter().chain([(0, last, whole)]) {
+            let (rho, most) = (energy.rho(), limit(energy.m));
+            let share = rho / most;
+            if self.worst.as_ref().is_none_or(|w| share > w.0 / w.1) {
+                self.worst = Some((rho, most, format!("{what}, rows {first} to {last}")));
+            }
+            if share > 1.0 {
+                self.problem(format!("{what}: rows {first} to {last}: rho {rho:.2} of {most:.2}"));
+            }
+        }
+    }
+
+    fn done(self) -> Check {
+        let verdict = match () {
+            () if self.count > 0 => Verdict::Divergent,
+            () if self.unstable.is_some() => Verdict::Nondeterministic,
+            () if self.judged == 0 => Verdict::Unmeasured,
+            () => Verdict::Match,
+        };
+        let mut detail: Vec<String> = self.unstable.iter().map(|u| format!("repeats differ: {u}")).collect();
+        detail.extend(self.problems.iter().cloned());
+        if self.count > self.problems.len() {
+            detail.push(format!("and {} more", self.count - self.problems.len()));
+        }
+        match &self.worst {
+            Some((rho, most, site)) => {
+                detail.push(format!("{} values; worst rho {rho:.2} of {most:.2} at {site}", self.judged));
+            }
+            None => detail.push(format!("{} values, exactly", self.judged)),
+        }
+        let rho = self.worst.map(|(rho, most, _)| (rho, most));
+        Check { name: self.name, verdict, detail: detail.join("; "), rho }
+    }
+}
+
+/// Values as rows of `width`.
+pub fn rows_of(values: &[f32], width: usize) -> Array2<f64> {
+    Array2::from_shape_fn((values.len() / width.max(1), width), |(i, j)| f64::from(values[i * width + j]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn floor() -> Floor {
+        Floor { reference: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2] }
+    }
+
+    #[test]
+    fn a_case_counts_floors_and_places() {
+        let judge = |found: Array2<f64>| {
+            check("x", |case| {
+                case.judge("y", &found, &floor());
+                Ok(())
+            })
+        };
+        let near = judge(Array2::from_elem((2, 40), 1.0 + 1e-6));
+        assert_eq!(near.verdict, Verdict::Match, "{}", near.detail);
+        // One row of two is far: its own pool says so.
+        let mut far = Array2::from_elem((2, 40), 1.0);
+        far.row_mut(1).fill(1.0 + 3e-6);
+        assert_eq!(judge(far).verdict, Verdict::Divergent);
+        let mut lost = Array2::from_elem((1, 40), 1.0);
+        lost[[0, 3]] = f64::NAN;
+        let lost = judge(lost);
+        assert!(lost.verdict == Verdict::Divergent && lost.detail.contains("row 0, value 3"), "{}", lost.detail);
+        assert_eq!(judge(Array2::zeros((1, 39))).verdict, Verdict::Divergent);
+    }
+
+    #[test]
+    fn a_case_that_looked_at_nothing_is_no_pass() {
+        assert_eq!(check("x", |_| Ok(())).verdict, Verdict::Unmeasured);
+        let failed = check("x", |_| Err(GpuError::NoDriver));
+        assert!(failed.verdict == Verdict::Divergent && failed.detail.contains("libcuda"));
+        let unstable = check("x", |case| {
+            case.unstable("word 3".into());
+            Ok(())
+        });
+        assert_eq!(unstable.verdict, Verdict::Nondeterministic);
+    }
+
+    #[test]
+    fn exact_values_know_nan_and_the_sign_of_zero() {
+        let same = |a: f32, b: f32| {
+            check("x", |case| {
+                case.same("y", &[a], &[b]);
+                Ok(())
+            })
+        };
+        assert_eq!(same(f32::NAN, f32::from_bits(0x7fff_ffff)).verdict, Verdict::Match);
+        assert_eq!(same(0.0, -0.0).verdict, Verdict::Divergent);
+    }
+}

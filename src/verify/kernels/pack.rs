@@ -1,0 +1,143 @@
+//! Moving stored bytes: repacking and its inverse, the check of loading, expansion to f32, rows of the embedding. All of
+//! it is exact: bytes come back as they were, values are those of the CPU bit for bit, for any bytes that a file may hold.
+
+use lockstep_kernels::geometry;
+
+use super::case::{Case, check};
+use super::lab::{Lab, POISON, Random, View, bytes_of};
+use super::weights::{PLANE_ROOM, Stored};
+use crate::device::cuda::Rows;
+use crate::device::cuda::gpu::GpuError;
+use crate::quant::{QuantType, dequantise};
+use crate::verify::Check;
+
+/// Every kernel of pack.cu, and `embed`, for a type.
+pub fn run(lab: &Lab<'_>, ty: QuantType, out: &mut Vec<Check>) {
+    // An odd number of blocks, so that planes need padding; any bytes at all, NaN scales among them.
+    let blocks = 1031;
+    let bytes = Random::of(&format!("bytes {ty}")).bytes(blocks * ty.info().bytes);
+    for kernel in ["repack", "unpack", "repack_check", "dequantise"] {
+        out.push(check(format!("{kernel}<{ty}> {blocks} blocks"), |case| round_trip(lab, ty, kernel, &bytes, case)));
+    }
+    let cols = if ty.block() == 1 { 37 } else { ty.block() };
+    out.push(check(format!("embed<{ty}> 19 x {cols}"), |case| embed(lab, ty, cols, case)));
+}
+
+fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &mut Case) -> Result<(), GpuError> {
+    let blocks = (bytes.len() / ty.info().bytes) as i64;
+    let file = lab.bytes(bytes)?;
+    let planes = lab.poisoned((bytes.len() + PLANE_ROOM).div_ceil(4))?;
+    // In two pieces that part inside a block, as a ring of any size would.
+    let cut = bytes.len() / 3 + 1;
+    let pieces = [(0usize, cut), (cut, bytes.len() - cut)];
+    let (file_at, planes_at) = (file.at(0), planes.at(0));
+    let repack = || {
+        for (first, n) in pieces {
+            let (from, first, n) = (file_at + first as u64, first as i64, n as i64);
+            let args: [&dyn crate::device::cuda::gpu::Arg; 5] = [&from, &planes_at, &first, &n, &blocks];
+            lab.typed("pack", ty, "repack", geometry::each(n as usize), &args)?;
+        }
+        Ok(())
+    };
+    match kernel {
+        "repack" => {
+            let seen = lab.thrice(&[&planes], &repack)?;
+            // Where each byte goes is the device's affair, but it goes somewhere, and nothing lands behind the planes.
+            let words: Vec<usize> = (0..planes.image().len()).filter(|w| seen.words(0)[*w] != POISON).collect();
+            seen.take(case, "planes", 0, &planes, &words);
+            let count = |bytes: &[u8]| bytes.iter().fold([0usize; 256], |mut n, b| {
+                n[usize::from(*b)] += 1;
+                n
+            });
+            let (mut held, stored) = (count(&bytes_of(seen.words(0))), count(bytes));
+            // What is left of the poison between planes.
+            let spare = 4 * planes.image().len() - bytes.len();
+            held.iter_mut().zip(stored).for_each(|(h, s)| *h = h.wrapping_sub(s));
+            let fill = POISON.to_le_bytes();
+            let left = (0..=255u8).filter(|b| !fill.contains(b)).all(|b| held[usize::from(b)] == 0);
+            let total: usize = fill.iter().map(|b| held[usize::from(*b)]).fold(0, usize::wrapping_add);
+            case.holds(left && total == spare, || "the planes do not hold each byte of the file once".into());
+        }
+        "unpack" => {
+            repack()?;
+            let back = lab.poisoned(bytes.len().div_ceil(4))?;
+            let back_at = back.at(0);
+            let seen = lab.thrice(&[&back], &|| {
+                for (first, n) in pieces {
+                    let (to, first, n) = (back_at + first as u64, first as i64, n as i64);
+                    let args: [&dyn crate::device::cuda::gpu::Arg; 5] = [&planes_at, &to, &first, &n, &blocks];
+                    lab.typed("pack", ty, "unpack", geometry::each(n as usize), &args)?;
+                }
+                Ok(())
+            })?;
+            let words: Vec<usize> = (0..bytes.len().div_ceil(4)).collect();
+            let found = bytes_of(&seen.take(case, "file", 0, &back, &words));
+            case.equal("bytes", &found[..bytes.len()], bytes);
+        }
+        "repack_check" => {
+            repack()?;
+            // None wrong; then three, which must be seen.
+            for wrong in [0usize, 3] {
+                let mut other = bytes.to_vec();
+                (0..wrong).for_each(|i| other[i * (bytes.len() - 1) / 2] ^= 0x10);
+                let (other, found) = (lab.bytes(&other)?, lab.ints(&[5])?);
+                let (from, first, n, at) = (other.at(0), 0i64, bytes.len() as i64, found.at(0));
+                let seen = lab.thrice(&[&found], &|| {
+                    let args: [&dyn crate::device::cuda::gpu::Arg; 6] = [&from, &planes_at, &first, &n, &blocks, &at];
+                    lab.typed("pack", ty, "repack_check", geometry::each(bytes.len()), &args)
+                })?;
+                case.equal("wrong bytes", &seen.take(case, "count", 0, &found, &[0]), &[5 + wrong as u32]);
+            }
+        }
+        _ => {
+            repack()?;
+            let values = 1031 * ty.block();
+            // As one row per block, as a few long rows and from a row on that is not the first.
+            let cols = if ty.block() == 1 { 1031 } else { ty.block() };
+            for (cols, first) in [(cols, 0usize), (values, 0), (cols, values / cols / 2)] {
+                let rows = values / cols - first;
+                let mut expected = vec![0.0f32; rows * cols];
+                let skipped = first * ty.row_bytes(cols);
+                if let Err(e) = dequantise(ty, &bytes[skipped..], &mut expected) {
+                    case.problem(e.to_string());
+                }
+                let out = lab.poisoned(rows * cols)?;
+                let (wide, from, count, to) = (cols as i32, first as i64, rows as i32, out.at(0));
+                let seen = lab.thrice(&[&out], &|| {
+                    let args: [&dyn crate::device::cuda::gpu::Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
+                    lab.typed("pack", ty, "dequantise", geometry::each(rows * cols / 16 + 1), &args)
+                })?;
+                let words: Vec<usize> = (0..rows * cols).collect();
+                let what = format!("{rows} rows of {cols} from row {first}");
+                let found = seen.floats(case, &what, 0, &out, &words);
+                case.same(&what, &found, &expected);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Ids of this rank's rows, of others, and of nobody's.
+fn embed(lab: &Lab<'_>, ty: QuantType, cols: usize, case: &mut Case) -> Result<(), GpuError> {
+    let (rows, first) = (19usize, 1000i32);
+    let w = Stored::random(lab, &format!("embed {ty}"), ty, [1, rows, cols])?;
+    let ids = [first, first + 18, first + 19, first - 1, -1, 0, i32::MAX, i32::MIN, first + 7, first + 7];
+    let all: Vec<usize> = (0..rows).collect();
+    let values = w.values(0, &all);
+    let expected: Vec<f32> = ids
+        .iter()
+        .flat_map(|id| match usize::try_from(i64::from(*id) - i64::from(first)) {
+            Ok(row) if *id >= 0 && row < rows => values.row(row).to_vec(),
+            _ => vec![0.0; cols],
+        })
+        .collect();
+    let view = View::plain(ids.len(), cols, cols + 3);
+    let (id_area, y) = (lab.ints(&ids)?, lab.poisoned(view.extent())?);
+    let (matrix, at, to) = (w.matrix(), id_area.at(0), Rows { at: y.at(0), row: view.row as i64, group: 0 });
+    let seen = lab.thrice(&[&y], &|| {
+        lab.typed("matmul", ty, "embed", geometry::per_row(ids.len(), 128), &[&matrix, &first, &at, &to])
+    })?;
+    let found = seen.floats(case, "rows", 0, &y, &view.words());
+    case.same("rows", &found, &expected);
+    Ok(())
+}

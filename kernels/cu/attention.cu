@@ -34,10 +34,10 @@ static __device__ __forceinline__ int key_at(const Tokens &tokens, int t, const 
 
 // A warp per head, a block per (split of the keys, 8 heads, token). Writes `[token][head][split]`: the largest score, the
 // sum of weights, and the weighted sum of latents.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     attend(const float *cache, Queries q, float scale, const i32 *chosen, int most, Tokens tokens, int splits, int per_split,
            float *peaks, float *sums, float *partial) {
-    __shared__ float rows[KEYS][MOST_LATENT + MOST_ROPE];
+    __shared__ alignas(16) float rows[KEYS][MOST_LATENT + MOST_ROPE];
     __shared__ int held[KEYS];
     const int split = blockIdx.x, t = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int head = blockIdx.y * HEADS + warp;
@@ -62,9 +62,16 @@ extern "C" __global__ void __launch_bounds__(256)
             held[threadIdx.x] = k0 + threadIdx.x < last ? key_at(tokens, t, chosen, most, k0 + threadIdx.x) : -1;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < KEYS * width; i += blockDim.x) {
-            const int k = i / width, col = i % width;
-            rows[k][col] = held[k] >= 0 ? cache[cache_row(tokens, t, held[k]) * width + col] : 0.0f;
+        // A warp per key row, whole loads where rows are aligned to them.
+        for (int k = warp; k < KEYS; k += HEADS) {
+            const float *row = cache + (held[k] >= 0 ? cache_row(tokens, t, held[k]) * width : 0);
+            if (held[k] < 0) {
+                for (int col = lane; col < width; col += 32) rows[k][col] = 0.0f;
+            } else if (width % 4 == 0) {
+                for (int q = lane; q < width / 4; q += 32) ((Quad *)rows[k])[q] = ((const Quad *)row)[q];
+            } else {
+                for (int col = lane; col < width; col += 32) rows[k][col] = row[col];
+            }
         }
         __syncthreads();
         float scores[KEYS], top = peak;

@@ -31,6 +31,8 @@ static __device__ __forceinline__ void dot(const Reader<TYPE> &w, i64 row, const
     const int chunks = (w.cols + 15) / 16;
 #pragma unroll
     for (int t = 0; t < N; ++t) sum[t] = 0.0f;
+    // Several chunks in flight hide the latency of memory where there are registers for it.
+#pragma unroll(N == 1 ? 4 : 1)
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) {
         float v[16];
         w.load(row, chunk, v);
@@ -77,22 +79,22 @@ template <int N> static __device__ __forceinline__ void gemv_body(Matrix w, Rows
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, 4) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<1>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256) gemv_2(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, 4) gemv_2(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<2>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256) gemv_4(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, 4) gemv_4(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<4>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256) gemv_8(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, 4) gemv_8(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<8>(w, x, y, n, recipe);
 }
 
 // Slots of chosen experts: slot s = t * slots + j multiplies matrix ids[s]; its x is group j of row t, its y group j of
 // row t. Slots without an expert (id out of range) give zeros. Grid: (rows / warps, tokens * slots).
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     gemv_slots(Matrix w, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= w.rows) return;
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Gate, up and SwiGLU of chosen experts in one pass: y[t][j][r] = silu(gate_r . x_t) * (up_r . x_t).
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     gemv_gate_up(Matrix gate, Matrix up, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= gate.rows) return;

@@ -3,8 +3,10 @@
 
 /// Rows and columns of a tile of `gemm`.
 pub const TILE: usize = 64;
-/// Keys per split of decode attention. It depends on no length, so that a recorded step adds as an unrecorded one.
-pub const SPLIT: usize = 128;
+/// Fewest keys per split of decode attention: two tiles.
+pub const SPLIT: usize = 32;
+/// Most splits of decode attention.
+pub const MOST_SPLITS: usize = 64;
 /// Heads per block of `attend`.
 pub const HEADS: usize = 8;
 /// Keys per block of `index_scores`.
@@ -64,9 +66,12 @@ pub fn most_tiles(slots: usize, experts: usize) -> usize {
     slots.div_ceil(TILE) + experts.min(slots)
 }
 
-/// Keys per split, and splits, for `n` tokens that see at most `keys` keys. Many tokens fill the device without splitting.
-pub fn splits(n: usize, keys: usize) -> (usize, usize) {
-    let per_split = if n <= GEMV_ROWS { SPLIT } else { keys.max(1) };
+/// Keys per split, and splits, for `n` tokens that see at most `keys` of the `most` keys that there ever can be. Many
+/// tokens fill the device without splitting. The size of a split depends on no length of the step, so that a recorded step
+/// adds as an unrecorded one.
+pub fn splits(n: usize, keys: usize, most: usize) -> (usize, usize) {
+    let few = most.max(keys).div_ceil(MOST_SPLITS).next_multiple_of(SPLIT).max(SPLIT);
+    let per_split = if n <= GEMV_ROWS { few } else { keys.max(1) };
     (per_split, keys.max(1).div_ceil(per_split))
 }
 
@@ -120,11 +125,12 @@ mod tests {
     fn splits_cover_the_keys_and_do_not_depend_on_a_bucket() {
         for n in [1, 8, 9, 512] {
             for keys in [1, 127, 128, 129, 2048, 65_536] {
-                let (per_split, count) = splits(n, keys);
+                let (per_split, count) = splits(n, keys, 65_536);
                 assert!(per_split * count >= keys && per_split * (count - 1) < keys);
+                assert!(count <= MOST_SPLITS);
             }
         }
-        assert_eq!(splits(1, 100).0, splits(8, 4096).0);
+        assert_eq!(splits(1, 100, 4096).0, splits(8, 4096, 4096).0);
     }
 
     #[test]

@@ -393,6 +393,9 @@ pub struct VerifyArgs {
     /// What is looked at.
     #[command(flatten)]
     pub subject: SubjectArgs,
+    /// Chat turns with known answers, a JSON list of {ask, answer}: the stage logits compares the texts with the CPU's
+    #[arg(long, value_name = "FILE")]
+    pub asks: Option<PathBuf>,
     /// Let DRIFT fail
     #[arg(long)]
     pub strict: bool,

@@ -105,6 +105,8 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         attention: attention(args.attention),
         ids,
         prompt,
+        own_prompt: args.prompt.is_some(),
+        asks: Vec::new(),
         rows,
         layers,
         target,

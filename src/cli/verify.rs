@@ -9,8 +9,10 @@ use super::args::{StageArg, VerifyArgs};
 use super::subject::{Bar, device_name, engines, list_faults, subject};
 use super::{CliError, Exit};
 use crate::report::table::table;
+#[cfg(feature = "cuda")]
+use crate::verify::kernels;
 use crate::verify::{
-    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, file, host, invariants, logits,
+    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, asks, file, host, invariants, logits,
     tokenizer, weights,
 };
 
@@ -31,7 +33,11 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         list_faults(&args.subject, out)?;
         return Ok(Exit::Ok);
     }
-    let subject = subject(&args.subject, engines(&args.subject)?)?;
+    let mut subject = subject(&args.subject, engines(&args.subject)?)?;
+    if let Some(path) = &args.asks {
+        subject.asks = asks::read(path).map_err(|e| CliError::Usage(format!("--asks: {e}")))?;
+    }
+    let subject = subject;
     let mut reports = Vec::new();
     for stage in ORDER {
         if args.stages.is_empty() || args.stages.contains(&stage) {
@@ -80,6 +86,9 @@ fn name(stage: StageArg) -> &'static str {
 fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
     match stage {
         StageArg::Host => host::run(subject, progress),
+        #[cfg(feature = "cuda")]
+        StageArg::Kernels => kernels::run(subject, progress),
+        #[cfg(not(feature = "cuda"))]
         StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
         StageArg::File => file::run(subject, progress),
         StageArg::Tokenizer => tokenizer::run(subject, progress),

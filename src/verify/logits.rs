@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use lockstep_reference::{Arith, Eps};
 
-use super::VerifyError;
+use super::{VerifyError, asks};
 use super::drive::{Fed, Feed, Listen, Place, choices, feed};
 use super::floor::limit;
 use super::subject::{Progress, Subject};
@@ -63,7 +63,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 }
 
 /// A run to be judged.
-struct Run {
+pub(super) struct Run {
     name: String,
     /// What was fed.
     ids: Vec<u32>,
@@ -80,9 +80,12 @@ struct Run {
 
 fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>) -> Result<String, VerifyError> {
     let context = subject.checkpoint.config().context;
-    let mut prompts = vec![(subject.prompt.clone(), subject.ids.clone(), CONTINUED.0)];
+    let more = if subject.own_prompt { CONTINUED.1 } else { CONTINUED.0 };
+    let mut prompts = vec![(subject.prompt.clone(), subject.ids.clone(), more)];
     let tokenizer = subject.checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
     let texts = match &tokenizer {
+        // Who gives a text wants that one judged, on a model whose reference runs may take minutes each.
+        Ok(_) if subject.own_prompt => String::new(),
         Ok(tokenizer) => {
             for (name, text) in BUILT_IN {
                 // A text that this vocabulary cannot spell is the tokenizer stage's business.
@@ -114,11 +117,14 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
         let own = i == 0;
         judge(subject, &run, own, progress, checks)?;
     }
+    if !subject.asks.is_empty() {
+        asks::run(subject, &subject.asks, progress, checks)?;
+    }
     Ok(format!("{rows} rows of {count} prompts at tp {}{texts}", subject.tp))
 }
 
 /// Generates greedily as a user would, then feeds prompt and continuation along the same way while listening.
-fn continued(
+pub(super) fn continued(
     engine: &mut Engine,
     name: String,
     prompt: Vec<u32>,
@@ -227,7 +233,7 @@ fn measure(
 }
 
 /// The four questions about one run.
-fn judge(
+pub(super) fn judge(
     subject: &Subject,
     run: &Run,
     baseline: bool,

@@ -2,6 +2,7 @@
 //! fault. One file per stage; each returns a [`StageReport`].
 
 pub mod activations;
+pub mod asks;
 pub mod altered;
 pub mod drive;
 pub mod file;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::asks::Ask;
 use crate::checkpoint::Checkpoint;
 #[cfg(feature = "cuda")]
 use crate::device::cuda::CudaBackend;
@@ -87,6 +88,10 @@ pub struct Subject {
     pub ids: Vec<u32>,
     /// Where the prompt came from, for the report.
     pub prompt: String,
+    /// True if the user gave the prompt: then no other one is run.
+    pub own_prompt: bool,
+    /// Chat turns with known answers.
+    pub asks: Vec<Ask>,
     /// Query rows that attention, router and experts are judged at; the last is always among them.
     pub rows: Vec<usize>,
     /// Layers to look at; `None` is all.

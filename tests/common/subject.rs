@@ -34,6 +34,8 @@ pub fn subject(model: &str, tp: usize, tokens: usize) -> Subject {
         attention: Attention::Dsa,
         ids,
         prompt: "a fixed sequence".into(),
+        own_prompt: false,
+        asks: Vec::new(),
         rows: vec![0, tokens / 2, tokens - 1],
         layers: None,
         target: None,

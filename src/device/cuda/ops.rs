@@ -606,7 +606,8 @@ impl Device for CudaDevice {
         };
         let (ids, most) = chosen.map_or((0, 0), |c| (c.memory.address(), c.width));
         let keys = if chosen.is_some() { shape.context.min(most) } else { shape.context };
-        let (per_split, splits) = geometry::splits(n, keys);
+        let ever = if chosen.is_some() { inputs.positions().min(most) } else { inputs.positions() };
+        let (per_split, splits) = geometry::splits(n, keys, ever);
         let (per, count, most) = (per_split as i32, splits as i32, most as i32);
         let parts = n * heads * splits;
         let peaks = self.scratch(site, "peaks", 4 * parts)?;

@@ -3,9 +3,11 @@
 
 use lockstep_reference::ndarray::{Array2, ArrayView1};
 use lockstep_reference::{Arith, Recipe};
+use rayon::prelude::*;
 
+use crate::device::cuda::cubin::CubinError;
 use crate::device::cuda::gpu::GpuError;
-use crate::verify::floor::{Energy, limit, pools, sigma};
+use crate::verify::floor::{Energy, LEAST_VALUES, limit, pools, sigma};
 use crate::verify::{Check, Verdict};
 
 /// Problems that are printed; a broken kernel has thousands.
@@ -22,9 +24,10 @@ pub struct Floor {
 
 impl Floor {
     /// The floor of an operation: once in f64, and in every legitimate order of the recipe.
-    pub fn of(recipe: Recipe, tp: usize, op: &dyn Fn(Arith) -> Array2<f64>) -> Self {
-        let runs: Vec<Array2<f64>> = Arith::orders(recipe, tp).into_iter().map(op).collect();
-        let reference = op(Arith::Exact);
+    pub fn of(recipe: Recipe, tp: usize, op: &(dyn Fn(Arith) -> Array2<f64> + Sync)) -> Self {
+        let arithmetics = [vec![Arith::Exact], Arith::orders(recipe, tp)].concat();
+        let mut runs: Vec<Array2<f64>> = arithmetics.into_par_iter().map(op).collect();
+        let reference = runs.remove(0);
         let row = |m: &Array2<f64>, i: usize| -> Vec<f64> { m.row(i).to_vec() };
         let sigma = (0..reference.nrows())
             .map(|i| {
@@ -33,7 +36,22 @@ impl Floor {
                 sigma(&row(&reference, i), &rows)
             })
             .collect();
-        Floor { reference, sigma }
+        let mut floor = Floor { reference, sigma };
+        if floor.reference.ncols() < LEAST_VALUES {
+            // Few values may all be near the truth by chance; all rows together are not.
+            floor.widen(floor.largest());
+        }
+        floor
+    }
+
+    /// The largest sigma.
+    pub fn largest(&self) -> f64 {
+        self.sigma.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// No sigma is less than this.
+    pub fn widen(&mut self, least: f64) {
+        self.sigma.iter_mut().for_each(|s| *s = s.max(least));
     }
 
     /// The same sigmas around other values.
@@ -53,13 +71,20 @@ pub struct Case {
     judged: usize,
 }
 
-/// Runs a case. A launch that fails is a divergence, and the stage goes on.
+/// Runs a case. A launch that fails is a divergence, and the stage goes on; what could not be tried is unmeasured.
 pub fn check(name: impl Into<String>, run: impl FnOnce(&mut Case) -> Result<(), GpuError>) -> Check {
     let mut case = Case { name: name.into(), worst: None, problems: Vec::new(), count: 0, unstable: None, judged: 0 };
-    if let Err(e) = run(&mut case) {
-        case.problem(e.to_string());
+    match run(&mut case) {
+        Ok(()) => case.done(),
+        // Nothing is known of the kernel then, and nothing is said against it.
+        Err(e @ (GpuError::Cubin(CubinError::NoNvrtc { .. }) | GpuError::Memory { .. } | GpuError::NoDriver)) => {
+            Check::new(case.name, Verdict::Unmeasured, e.to_string())
+        }
+        Err(e) => {
+            case.problem(e.to_string());
+            case.done()
+        }
     }
-    case.done()
 }
 
 impl Case {
@@ -210,8 +235,9 @@ mod tests {
     #[test]
     fn a_case_that_looked_at_nothing_is_no_pass() {
         assert_eq!(check("x", |_| Ok(())).verdict, Verdict::Unmeasured);
-        let failed = check("x", |_| Err(GpuError::NoDriver));
-        assert!(failed.verdict == Verdict::Divergent && failed.detail.contains("libcuda"));
+        assert_eq!(check("x", |_| Err(GpuError::NoDriver)).verdict, Verdict::Unmeasured);
+        let failed = check("x", |_| Err(GpuError::Driver { what: "y".into(), error: "broke".into() }));
+        assert!(failed.verdict == Verdict::Divergent && failed.detail.contains("broke"));
         let unstable = check("x", |case| {
             case.unstable("word 3".into());
             Ok(())

@@ -2,6 +2,8 @@
 //! and what came of them. A kernel must write what it is to write, leave alone what it is not, and do the same thing
 //! three times; all of that is looked at here, so that the cases say only what is special to their kernel.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use lockstep_kernels::geometry::{self, Launch};
@@ -132,8 +134,6 @@ impl Seen {
 pub struct Step {
     /// As kernels take them.
     pub tokens: Tokens,
-    /// Positions, -1 for padding.
-    pub positions: Vec<i32>,
     _kept: Area,
 }
 
@@ -143,9 +143,23 @@ pub struct Lab<'a> {
     pub gpu: &'a Arc<Gpu>,
     /// Ranks that the model is run with: one of the orders of summation.
     pub tp: usize,
+    launched: RefCell<BTreeSet<Launched>>,
 }
 
-impl Lab<'_> {
+/// A kernel, and its type where it has one.
+type Launched = (&'static str, Option<QuantType>);
+
+impl<'a> Lab<'a> {
+    /// An empty bench.
+    pub fn new(gpu: &'a Arc<Gpu>, tp: usize) -> Self {
+        Lab { gpu, tp, launched: RefCell::default() }
+    }
+
+    /// Every kernel that was launched so far.
+    pub fn launched(&self) -> BTreeSet<Launched> {
+        self.launched.borrow().clone()
+    }
+
     /// An area with these words.
     ///
     /// # Errors
@@ -211,7 +225,7 @@ impl Lab<'_> {
             pages: pages as i32,
             page: page as i32,
         };
-        Ok(Step { tokens, positions: positions.to_vec(), _kept: kept })
+        Ok(Step { tokens, _kept: kept })
     }
 
     /// One launch of an untyped unit's kernel.
@@ -225,7 +239,7 @@ impl Lab<'_> {
         launch: Launch,
         args: &[&dyn Arg],
     ) -> Result<(), GpuError> {
-        self.gpu.launch(unit, None, kernel, launch, args)
+        self.start(unit, None, kernel, launch, args)
     }
 
     /// One launch of a typed unit's kernel.
@@ -240,7 +254,20 @@ impl Lab<'_> {
         launch: Launch,
         args: &[&dyn Arg],
     ) -> Result<(), GpuError> {
-        self.gpu.launch(unit, Some(ty), kernel, launch, args)
+        self.start(unit, Some(ty), kernel, launch, args)
+    }
+
+    fn start(
+        &self,
+        unit: &'static str,
+        ty: Option<QuantType>,
+        kernel: &'static str,
+        launch: Launch,
+        args: &[&dyn Arg],
+    ) -> Result<(), GpuError> {
+        self.gpu.launch(unit, ty, kernel, launch, args)?;
+        self.launched.borrow_mut().insert((kernel, ty));
+        Ok(())
     }
 
     /// One launch of a kernel of rows.cu over `count` values.
@@ -297,60 +324,6 @@ pub fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// splitmix64.
-pub struct Random(u64);
-
-impl Random {
-    /// Numbers of their own for every name.
-    pub fn of(name: &str) -> Self {
-        let fold = |hash: u64, b: u8| (hash ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3);
-        Random(name.bytes().fold(0xcbf2_9ce4_8422_2325, fold))
-    }
-
-    /// 64 random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `n`.
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.bits() % n.max(1) as u64) as usize
-    }
-
-    /// A bell of mean 0 and standard deviation 1: the sum of four uniform numbers.
-    pub fn value(&mut self) -> f32 {
-        let bits = self.bits();
-        let sum: u64 = (0..4).map(|i| (bits >> (16 * i)) & 0xffff).sum();
-        // Four of width 1 and variance 1/12 each.
-        ((sum as f64 / 65_536.0 - 2.0) * 3f64.sqrt()) as f32
-    }
-
-    /// `n` values.
-    pub fn values(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.value()).collect()
-    }
-
-    /// `n` bytes.
-    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
-        let mut out: Vec<u8> = (0..n.div_ceil(8)).flat_map(|_| self.bits().to_le_bytes()).collect();
-        out.truncate(n);
-        out
-    }
-
-    /// The numbers below `n` in random order.
-    pub fn shuffled(&mut self, n: usize) -> Vec<usize> {
-        let mut all: Vec<usize> = (0..n).collect();
-        for i in (1..n).rev() {
-            all.swap(i, self.below(i + 1));
-        }
-        all
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -371,18 +344,5 @@ mod tests {
         assert_eq!(words.len(), 2);
         assert_eq!(bytes_of(&words)[..5], bytes);
         assert_eq!(bytes_of(&words)[5..], POISON.to_le_bytes()[1..]);
-    }
-
-    #[test]
-    fn random_values_are_a_bell() {
-        let values = Random::of("bell").values(100_000);
-        let n = values.len() as f64;
-        let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-        let square = values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / n;
-        // Standard errors: 0.003 of the mean, less of the square.
-        assert!(mean.abs() < 0.02 && (square - 1.0).abs() < 0.02, "{mean} {square}");
-        let mut order = Random::of("order").shuffled(100);
-        order.sort_unstable();
-        assert!(order.iter().enumerate().all(|(i, v)| i == *v));
     }
 }

@@ -4,10 +4,11 @@
 use lockstep_kernels::geometry;
 
 use super::case::{Case, check};
-use super::lab::{Lab, POISON, Random, View, bytes_of};
+use super::lab::{Lab, POISON, View, bytes_of};
+use super::random::Random;
 use super::weights::{PLANE_ROOM, Stored};
 use crate::device::cuda::Rows;
-use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::quant::{QuantType, dequantise};
 use crate::verify::Check;
 
@@ -34,7 +35,7 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
     let repack = || {
         for (first, n) in pieces {
             let (from, first, n) = (file_at + first as u64, first as i64, n as i64);
-            let args: [&dyn crate::device::cuda::gpu::Arg; 5] = [&from, &planes_at, &first, &n, &blocks];
+            let args: [&dyn Arg; 5] = [&from, &planes_at, &first, &n, &blocks];
             lab.typed("pack", ty, "repack", geometry::each(n as usize), &args)?;
         }
         Ok(())
@@ -45,10 +46,12 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
             // Where each byte goes is the device's affair, but it goes somewhere, and nothing lands behind the planes.
             let words: Vec<usize> = (0..planes.image().len()).filter(|w| seen.words(0)[*w] != POISON).collect();
             seen.take(case, "planes", 0, &planes, &words);
-            let count = |bytes: &[u8]| bytes.iter().fold([0usize; 256], |mut n, b| {
-                n[usize::from(*b)] += 1;
-                n
-            });
+            let count = |bytes: &[u8]| {
+                bytes.iter().fold([0usize; 256], |mut n, b| {
+                    n[usize::from(*b)] += 1;
+                    n
+                })
+            };
             let (mut held, stored) = (count(&bytes_of(seen.words(0))), count(bytes));
             // What is left of the poison between planes.
             let spare = 4 * planes.image().len() - bytes.len();
@@ -65,7 +68,7 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
             let seen = lab.thrice(&[&back], &|| {
                 for (first, n) in pieces {
                     let (to, first, n) = (back_at + first as u64, first as i64, n as i64);
-                    let args: [&dyn crate::device::cuda::gpu::Arg; 5] = [&planes_at, &to, &first, &n, &blocks];
+                    let args: [&dyn Arg; 5] = [&planes_at, &to, &first, &n, &blocks];
                     lab.typed("pack", ty, "unpack", geometry::each(n as usize), &args)?;
                 }
                 Ok(())
@@ -83,17 +86,18 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 let (other, found) = (lab.bytes(&other)?, lab.ints(&[5])?);
                 let (from, first, n, at) = (other.at(0), 0i64, bytes.len() as i64, found.at(0));
                 let seen = lab.thrice(&[&found], &|| {
-                    let args: [&dyn crate::device::cuda::gpu::Arg; 6] = [&from, &planes_at, &first, &n, &blocks, &at];
+                    let args: [&dyn Arg; 6] = [&from, &planes_at, &first, &n, &blocks, &at];
                     lab.typed("pack", ty, "repack_check", geometry::each(bytes.len()), &args)
                 })?;
-                case.equal("wrong bytes", &seen.take(case, "count", 0, &found, &[0]), &[5 + wrong as u32]);
+                let count = seen.take(case, "count", 0, &found, &[0]);
+                case.equal("wrong bytes", &count, &[5 + wrong as u32]);
             }
         }
         _ => {
             repack()?;
             let values = 1031 * ty.block();
-            // As one row per block, as a few long rows and from a row on that is not the first.
-            let cols = if ty.block() == 1 { 1031 } else { ty.block() };
+            // As one row per block, as one long row, and from a row on that is not the first.
+            let cols = ty.block();
             for (cols, first) in [(cols, 0usize), (values, 0), (cols, values / cols / 2)] {
                 let rows = values / cols - first;
                 let mut expected = vec![0.0f32; rows * cols];
@@ -104,7 +108,7 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 let out = lab.poisoned(rows * cols)?;
                 let (wide, from, count, to) = (cols as i32, first as i64, rows as i32, out.at(0));
                 let seen = lab.thrice(&[&out], &|| {
-                    let args: [&dyn crate::device::cuda::gpu::Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
+                    let args: [&dyn Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
                     lab.typed("pack", ty, "dequantise", geometry::each(rows * cols / 16 + 1), &args)
                 })?;
                 let words: Vec<usize> = (0..rows * cols).collect();

@@ -6,7 +6,8 @@ use lockstep_reference::ndarray::{Array2, s};
 use lockstep_reference::{Arith, Recipe};
 
 use super::case::{Case, Floor, check, rows_of};
-use super::lab::{Lab, Random, View};
+use super::lab::{Lab, View};
+use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
 use crate::device::cuda::gpu::GpuError;
@@ -64,6 +65,12 @@ pub fn ragged(ty: QuantType) -> Vec<Shape> {
     shapes
 }
 
+/// A stack of experts of a type whose rows fill no tile.
+pub fn experts(ty: QuantType) -> Shape {
+    let cols = if ty.block() == 1 { 37 } else { 2 * ty.block() };
+    Shape { ty, stack: 4, rows: 70, cols, own: (0, cols), odd: ty.is_plain(), most: 0 }
+}
+
 /// What products have at both operand roundings, as the reference has it.
 pub struct Floors {
     strict: Floor,
@@ -74,8 +81,8 @@ pub struct Floors {
 
 impl Floors {
     /// From an operation on activations.
-    pub fn new(tp: usize, x: &Array2<f64>, op: &dyn Fn(Arith, &Array2<f64>) -> Array2<f64>) -> Self {
-        let rounded = x.mapv(|v| half::bf16::from_f64(v).to_f64());
+    pub fn new(tp: usize, x: &Array2<f64>, op: &(dyn Fn(Arith, &Array2<f64>) -> Array2<f64> + Sync)) -> Self {
+        let rounded = x.mapv(|v| half::bf16::from_f32(v as f32).to_f64());
         Floors {
             strict: Floor::of(Recipe::Strict, tp, &|a| op(a, x)),
             fast: Floor::of(Recipe::Fast, tp, &|a| op(a, x)),

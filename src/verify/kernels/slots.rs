@@ -6,8 +6,9 @@ use lockstep_reference::ndarray::{Array2, Axis, s};
 use lockstep_reference::{Arith, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Area, Lab, Random, View};
+use super::lab::{Area, Lab, View};
 use super::products::{Floors, Shape, sampled};
+use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
 use crate::device::cuda::gpu::{Arg, GpuError};
@@ -18,13 +19,13 @@ const SLOTS: usize = 5;
 /// Most tokens: enough for an expert to fill more than one tile.
 const TOKENS: usize = 40;
 /// Rows of W that the host multiplies.
-const JUDGED: usize = 32;
+const JUDGED: usize = 48;
 
 /// Ids of every slot. Three of four go to expert 0, so that it has more slots than a tile holds.
 fn hostile(experts: usize, tokens: usize) -> Vec<i32> {
     let mut random = Random::of("ids");
     let mut id = |slot: usize| match random.below(8) {
-        0 if slot % 2 == 0 => -1,
+        0 if slot.is_multiple_of(2) => -1,
         0 => experts as i32,
         1 => random.below(experts) as i32,
         2 => i32::MIN,
@@ -64,7 +65,8 @@ struct Bench<'a> {
 
 /// The slot kernels on a shape, whose stack is the experts.
 pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
-    let name = |kernel: &str| format!("{kernel}<{}> {} experts of {} x {}", shape.ty, shape.stack, shape.rows, shape.cols);
+    let name =
+        |kernel: &str| format!("{kernel}<{}> {} experts of {} x {}", shape.ty, shape.stack, shape.rows, shape.cols);
     let mut made = None;
     let mut naive = Vec::new();
     out.push(check(name("slots_naive"), |case| {
@@ -113,7 +115,14 @@ impl<'a> Bench<'a> {
     }
 
     /// All values of `[n][slots][rows]`, a row per slot; rows that the kernel leaves out are zeros here.
-    fn launch(&self, case: &mut Case, kernel: &'static str, n: usize, recipe: i32, x: &[f32]) -> Result<Array2<f64>, GpuError> {
+    fn launch(
+        &self,
+        case: &mut Case,
+        kernel: &'static str,
+        n: usize,
+        recipe: i32,
+        x: &[f32],
+    ) -> Result<Array2<f64>, GpuError> {
         let Shape { ty, stack, rows, cols, odd, .. } = *self.shape;
         let (lab, slots) = (self.lab, SLOTS as i32);
         let (from, to) = (lay(n, SLOTS, cols, odd), lay(n, SLOTS, rows, odd));
@@ -146,6 +155,9 @@ impl<'a> Bench<'a> {
         let words: Vec<usize> =
             all.chunks(rows).enumerate().filter(|(s, _)| wanted(*s)).flat_map(|(_, w)| w.iter().copied()).collect();
         let found = seen.floats(case, &what, 0, &y, &words);
+        let idle = |s: usize| expert(ids[s], stack).is_none();
+        let zero = words.iter().zip(&found).all(|(word, v)| *v == 0.0 || !idle(slot_of(&to, *word)));
+        case.holds(zero, || format!("{what}: a slot without an expert is not zero"));
         let mut rest = found.chunks(rows);
         let mut values = Vec::with_capacity(all.len());
         for s in 0..ids.len() {
@@ -175,7 +187,9 @@ impl<'a> Bench<'a> {
         let found = self.launch(case, kernel, n, 0, &x)?;
         for (s, (found, clean)) in found.rows().into_iter().zip(clean.rows()).enumerate() {
             let good = if Some(s) == with { found.iter().all(|v| v.is_nan()) } else { found == clean };
-            case.holds(good, || format!("n = {n} with NaN in slots {with:?} and {without:?}: slot {s} found {found:.3}"));
+            case.holds(good, || {
+                format!("n = {n} with NaN in slots {with:?} and {without:?}: slot {s} found {found:.3}")
+            });
         }
         Ok(())
     }
@@ -189,6 +203,11 @@ fn lay(n: usize, groups: usize, width: usize, odd: bool) -> View {
 
 fn rows_at(area: &Area, view: &View) -> Rows {
     Rows { at: area.at(view.start), row: view.row as i64, group: view.group as i64 }
+}
+
+/// The slot that a word belongs to.
+fn slot_of(view: &View, word: usize) -> usize {
+    word / view.row * view.groups + word % view.row / view.group
 }
 
 /// A result per slot, computed expert by expert; zeros for slots without one.

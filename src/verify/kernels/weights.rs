@@ -5,7 +5,8 @@ use half::{bf16, f16};
 use lockstep_kernels::geometry;
 use lockstep_reference::ndarray::Array2;
 
-use super::lab::{Area, Lab, Random};
+use super::lab::{Area, Lab};
+use super::random::Random;
 use crate::device::cuda::Matrix;
 use crate::device::cuda::gpu::GpuError;
 use crate::quant::{QuantType, dequantise};

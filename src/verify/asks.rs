@@ -1,0 +1,137 @@
+//! Chat turns with known answers, greedy, many at once, on the engine under test and on the CPU engine. Texts may part
+//! only where the two best tokens are closer than the floor; each turn that parts is therefore judged against the
+//! reference, token by token.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::VerifyError;
+use super::logits::{continued, judge};
+use super::subject::{Progress, Subject};
+use super::verdict::{Check, Verdict};
+use crate::engine::sampler::Sampling;
+use crate::engine::scheduler::{Request, Scheduler};
+use crate::engine::{Engine, Options};
+use crate::tokenize::{ChatMessage, Tokenizer};
+
+/// A user's turn and what the model is known to answer.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    /// The turn.
+    pub ask: String,
+    /// The answer, to the letter.
+    pub answer: String,
+}
+
+/// Most tokens of an answer.
+const MOST: usize = 200;
+/// Sequences that run at once.
+const AT_ONCE: usize = 24;
+
+/// Reads a JSON list of objects with `ask` and `answer`.
+///
+/// # Errors
+/// What is wrong with the file, by its name.
+pub fn read(path: &Path) -> Result<Vec<Ask>, String> {
+    let bad = |problem: String| format!("{}: {problem}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
+    let list: Vec<HashMap<String, String>> =
+        serde_json::from_str(&text).map_err(|e| bad(format!("expected a list of {{ask, answer}}: {e}")))?;
+    let word = |entry: &HashMap<String, String>, i: usize, key: &str| {
+        entry.get(key).cloned().ok_or_else(|| bad(format!("entry {i}: expected `{key}`, found none")))
+    };
+    let ask = |(i, e): (usize, &HashMap<String, String>)| Ok(Ask { ask: word(e, i, "ask")?, answer: word(e, i, "answer")? });
+    list.iter().enumerate().map(ask).collect()
+}
+
+/// The checks of the turns.
+pub(super) fn run(
+    subject: &Subject,
+    asks: &[Ask],
+    progress: &dyn Progress,
+    checks: &mut Vec<Check>,
+) -> Result<(), VerifyError> {
+    let tokenizer = subject.checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
+    let prompts = tokenizer.and_then(|tokenizer| {
+        let ids = |a: &Ask| tokenizer.chat_ids(&[ChatMessage::new("user", &a.ask)], true, &serde_json::Map::new());
+        Ok((asks.iter().map(ids).collect::<Result<Vec<_>, _>>()?, tokenizer))
+    });
+    let (prompts, tokenizer) = match prompts {
+        Ok(found) => found,
+        Err(e) => {
+            checks.push(Check::new("chat turns", Verdict::Unmeasured, e.to_string()));
+            return Ok(());
+        }
+    };
+    let stop: Vec<u32> = tokenizer.stop_ids().ids.iter().map(|s| s.id).collect();
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + MOST + 1;
+    let longest = longest.min(subject.checkpoint.config().context);
+    let sequences = AT_ONCE.min(asks.len().max(1));
+    let options = Options {
+        attention: subject.attention,
+        chunk: longest.max(512),
+        cache_tokens: sequences * longest.next_multiple_of(crate::engine::kv::PAGE),
+        sequences,
+    };
+    progress.at("chat turns", 0, 2);
+    let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
+    let target = answers(&mut engine, &prompts, &stop)?;
+    progress.at("chat turns on the CPU engine", 1, 2);
+    let baseline = answers(&mut Engine::cpu(subject.checkpoint.clone(), 1, options)?, &prompts, &stop)?;
+    let parted: Vec<usize> = (0..asks.len()).filter(|i| target[*i] != baseline[*i]).collect();
+    let right = |answers: &[Vec<u32>]| -> Vec<usize> {
+        let text = |ids: &Vec<u32>| {
+            let ended = ids.last().is_some_and(|id| stop.contains(id));
+            ended.then(|| tokenizer.decode(&ids[..ids.len() - 1], false))
+        };
+        (0..asks.len()).filter(|i| text(&answers[*i]).as_ref() == Some(&asks[*i].answer)).collect()
+    };
+    let (ours, theirs) = (right(&target), right(&baseline));
+    let lost: Vec<&str> = (0..asks.len()).filter(|i| !ours.contains(i)).map(|i| asks[i].ask.as_str()).collect();
+    let detail = format!(
+        "{} of {} to the letter, the CPU engine {}; not: {}",
+        ours.len(),
+        asks.len(),
+        theirs.len(),
+        if lost.is_empty() { "none".into() } else { lost.join(", ") }
+    );
+    checks.push(Check::new("chat turns, known answers", Verdict::Match, detail));
+    let names: Vec<String> = parted
+        .iter()
+        .map(|i| {
+            let at = target[*i].iter().zip(&baseline[*i]).take_while(|(a, b)| a == b).count();
+            format!("{} at token {at}", asks[*i].ask)
+        })
+        .collect();
+    let detail = match names.len() {
+        0 => format!("all {} texts are equal", asks.len()),
+        n => format!("{} texts are equal; {n} part and are judged below: {}", asks.len() - n, names.join(", ")),
+    };
+    checks.push(Check::new("chat turns = CPU engine", Verdict::Match, detail));
+    for i in parted {
+        let name = format!("turn {}", asks[i].ask);
+        let run = continued(&mut engine, name, prompts[i].clone(), target[i].len(), checks)?;
+        judge(subject, &run, false, progress, checks)?;
+    }
+    Ok(())
+}
+
+/// The ids that follow each prompt, the stop id included.
+fn answers(engine: &mut Engine, prompts: &[Vec<u32>], stop: &[u32]) -> Result<Vec<Vec<u32>>, VerifyError> {
+    let mut scheduler = Scheduler::default();
+    let mut places = HashMap::new();
+    for (i, prompt) in prompts.iter().enumerate() {
+        let (prompt, stop) = (prompt.clone(), stop.to_vec());
+        let number = scheduler.add(engine, Request { prompt, most: MOST, stop, sampling: Sampling::default() })?;
+        places.insert(number, i);
+    }
+    let mut answers = vec![Vec::new(); prompts.len()];
+    while scheduler.is_busy() {
+        for event in scheduler.step(engine)? {
+            if let Some(i) = places.get(&event.sequence) {
+                answers[*i].push(event.token);
+            }
+        }
+    }
+    Ok(answers)
+}

@@ -1,0 +1,121 @@
+//! Norms: the model's widths and ragged ones, against f64 and the naive kernels.
+
+use lockstep_kernels::geometry;
+use lockstep_reference::ndarray::{Array1, Array2, s};
+use lockstep_reference::{Recipe, ops};
+
+use super::case::{Case, Floor, check, rows_of};
+use super::lab::{Lab, View};
+use super::random::Random;
+use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::model::Config;
+use crate::verify::Check;
+
+/// Rows at once.
+const COUNTS: [usize; 3] = [1, 3, 9];
+/// Widths that fill no warp, no block, and more than one.
+const RAGGED: [usize; 7] = [1, 31, 33, 511, 513, 1000, 2049];
+const EPS: f32 = 1e-5;
+
+/// Every norm.
+pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
+    let mut own = vec![c.hidden, c.q_lora, c.kv_lora, c.index_dim];
+    own.sort_unstable();
+    own.dedup();
+    for (class, widths) in [("ragged widths", &RAGGED[..]), ("this model's widths", &own)] {
+        for kernel in ["rms_norm", "rms_norm_naive", "add_rms_norm", "layer_norm", "layer_norm_naive"] {
+            out.push(check(format!("{kernel} {class}"), |case| {
+                for width in widths {
+                    one(lab, case, kernel, *width)?;
+                }
+                Ok(())
+            }));
+        }
+    }
+}
+
+/// One width: clean rows, then rows with a NaN and an infinity among them.
+fn one(lab: &Lab<'_>, case: &mut Case, kernel: &'static str, width: usize) -> Result<(), GpuError> {
+    let most = COUNTS[COUNTS.len() - 1];
+    let mut random = Random::of(&format!("norm {width}"));
+    // A mean of its own for every row, so that LayerNorm has something to take away.
+    let mut x = random.values(most * width);
+    x.iter_mut().enumerate().for_each(|(i, v)| *v += (i / width) as f32 * 0.3);
+    let delta = random.values(most * width);
+    let w: Vec<f32> = random.values(width).into_iter().map(|v| 1.0 + 0.2 * v).collect();
+    let b = random.values(width);
+    for planted in [false, true] {
+        if planted {
+            x[2 * width + width / 2] = f32::NAN;
+            x[8 * width + width - 1] = f32::NEG_INFINITY;
+        }
+        let adds = kernel == "add_rms_norm";
+        let summed: Vec<f32> = if adds { x.iter().zip(&delta).map(|(a, b)| a + b).collect() } else { x.clone() };
+        let (weights, bias) = (Array1::from(w.clone()), Array1::from(b.clone()));
+        let truth = rows_of(&summed, width);
+        let floor = Floor::of(Recipe::Strict, lab.tp, &|a| match kernel {
+            "layer_norm" | "layer_norm_naive" => ops::layer_norm(a, &truth, &weights, &bias, f64::from(EPS)),
+            _ => ops::rms_norm(a, &truth, &weights, f64::from(EPS)),
+        });
+        for n in COUNTS {
+            let what = format!("{n} x {width}{}", if planted { " with NaN and infinity" } else { "" });
+            let found = launch(lab, case, kernel, &what, n, [&x, &delta, &summed], [&w, &b])?;
+            if planted {
+                // LayerNorm of a row with an infinity is NaN or infinite throughout, in whichever way.
+                let places = |m: &Array2<f64>| m.mapv(|v| v.is_finite());
+                let expected = places(&floor.reference.slice(s![..n, ..]).to_owned());
+                case.holds(places(&found) == expected, || format!("{what}: other places are finite than should be"));
+            } else {
+                case.judge(&what, &found, &floor);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn launch(
+    lab: &Lab<'_>,
+    case: &mut Case,
+    kernel: &'static str,
+    what: &str,
+    n: usize,
+    [x, delta, summed]: [&[f32]; 3],
+    [w, b]: [&[f32]; 2],
+) -> Result<Array2<f64>, GpuError> {
+    let width = w.len();
+    let (from, to) = (View::plain(n, width, width + 3), View::plain(n, width, width + 5));
+    let x_area = lab.words(from.place(&x[..n * width]))?;
+    let (w_area, b_area, y) = (lab.floats(w)?, lab.floats(b)?, lab.poisoned(to.extent())?);
+    let (at, row, weights, bias) = (x_area.at(0), from.row as i64, w_area.at(0), b_area.at(0));
+    let (wide, out, out_row, count) = (width as i32, y.at(0), to.row as i64, n as i32);
+    let one_each = geometry::threads(n, 1, 1);
+    let run = |launch, args: &[&dyn Arg]| lab.launch("norm", kernel, launch, args);
+    let seen = match kernel {
+        "rms_norm" => {
+            let args: [&dyn Arg; 7] = [&at, &row, &weights, &EPS, &wide, &out, &out_row];
+            lab.thrice(&[&y], &|| run(geometry::per_row(n, 512), &args))?
+        }
+        "rms_norm_naive" => {
+            let args: [&dyn Arg; 8] = [&at, &row, &weights, &EPS, &wide, &out, &out_row, &count];
+            lab.thrice(&[&y], &|| run(one_each, &args))?
+        }
+        "add_rms_norm" => {
+            let by = View::plain(n, width, width + 1);
+            let delta = lab.words(by.place(&delta[..n * width]))?;
+            let (delta_at, delta_row) = (delta.at(0), by.row as i64);
+            let args: [&dyn Arg; 9] = [&at, &row, &delta_at, &delta_row, &weights, &EPS, &wide, &out, &out_row];
+            let seen = lab.thrice(&[&y, &x_area], &|| run(geometry::per_row(n, 512), &args))?;
+            let residual = seen.floats(case, what, 1, &x_area, &from.words());
+            case.same(&format!("{what}: residual"), &residual, &summed[..n * width]);
+            seen
+        }
+        in_place => {
+            let (block, naive) = (geometry::per_row(n, 128), in_place == "layer_norm_naive");
+            let args: [&dyn Arg; 7] = [&at, &row, &weights, &bias, &EPS, &wide, &count];
+            let (launch, args) = if naive { (one_each, &args[..]) } else { (block, &args[..6]) };
+            let seen = lab.thrice(&[&x_area], &|| run(launch, args))?;
+            return Ok(rows_of(&seen.floats(case, what, 0, &x_area, &from.words()), width));
+        }
+    };
+    Ok(rows_of(&seen.floats(case, what, 0, &y, &to.words()), width))
+}

@@ -33,6 +33,8 @@ fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
         layers: None,
         target: None,
         seed: 0,
+        asks: Vec::new(),
+        own_prompt: false,
     }
 }
 

@@ -1,86 +1,182 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, from one binary, on a machine without Rust:
+# Everything that needs NVIDIA GPUs, from one binary, on a machine without Rust:
 #   tests/gpu.sh OUT [BINARY]
-# Each stage has its own time limit, log and JSON in OUT; a table ends the run, and the exit code is the worst stage's.
-# STAGES=regex runs only those whose names match. SLICE=path keeps the models of real widths there (default: a temporary
-# folder, 27 GB at most).
+# Each stage has its own time limit, log and JSON in OUT; a table of all of them is OUT/summary.txt, and the exit code is the
+# worst stage's. Checks run JOBS at a time (default 1), benches alone. STAGES=regex runs only stages whose names match;
+# SLICES=folder keeps the models of real widths (45 GB at most at a time), which go to a temporary folder otherwise.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?usage: tests/gpu.sh OUT [BINARY]}
 lockstep=$(realpath "${2:-target/release/lockstep}")
 stages=${STAGES:-.}
+jobs=${JOBS:-1}
 mkdir -p "$out"
-slices=${SLICE:-$(mktemp -d)}
-[ -n "${SLICE:-}" ] || trap 'rm -rf "$slices"' EXIT
+slices=${SLICES:-$(mktemp -d)}
+[ -n "${SLICES:-}" ] || trap 'rm -rf "$slices"' EXIT
 nano=goldens/models/glm5-nano-Q4_K_M.gguf
 nano52=goldens/models/nano52-Q2_K.gguf
+asks=goldens/glm5-nano/recall.json
+text="In the beginning" # 11 tokens of the synthetic vocabulary, more than --index-top-k of the slices
 table=$out/summary.txt
 : > "$table"
-worst=0
 
-# stage NAME SECONDS COMMAND..: runs it, keeps stdout as NAME.json and stderr as NAME.log, adds a line to the table.
-stage() {
-    local name=$1 limit=$2 start end code
+wanted() { [[ $1 =~ $stages ]]; }
+
+# line NAME EXIT SECONDS TEXT: a line of the table.
+line() { printf '%-32s exit %-3s %6s s  %s\n' "$1" "$2" "$3" "$4" | tee -a "$table"; }
+
+# run NAME SECONDS COMMAND..: stdout to NAME.json, stderr to NAME.log, a line to the table.
+run() {
+    local name=$1 limit=$2 start code
     shift 2
-    [[ $name =~ $stages ]] || return 0
-    start=$(date +%s%N)
-    timeout -k 10 "$limit" "$@" > "$out/$name.json" 2> "$out/$name.log"
+    start=$SECONDS
+    timeout -k 5 "$limit" "$@" > "$out/$name.json" 2> "$out/$name.log"
     code=$?
-    end=$(date +%s%N)
-    printf '%-34s exit %-3s %7.1f s  %s\n' "$name" "$code" "$(((end - start) / 1000000))e-3" \
-        "$(grep -o '"verdict": "[A-Z/]*"' "$out/$name.json" | tail -1)" | tee -a "$table"
-    [ "$code" -le "$worst" ] || worst=$code
+    line "$name" $code $((SECONDS - start)) "$(sed -n 's/^  "verdict": "\(.*\)",$/\1/p' "$out/$name.json" | head -1)"
 }
 
-# named FAULT TP SITE: the fault must be found and named, so the command must end with 1 and its JSON must hold the name.
+# named DEVICE FAULT TP SITE: the fault must be found and named: exit 1 is right, and the JSON names it.
 named() {
-    local name="bisect-$1-tp$2"
-    [[ $name =~ $stages ]] || return 0
-    "$lockstep" bisect -m "$nano" --device cuda --tp "$2" --inject "$1@$3" --json > "$out/$name.json" 2> "$out/$name.log"
-    if [ $? -eq 1 ] && grep -q "\"kind\": \"$1\"" "$out/$name.json"; then
-        printf '%-34s named\n' "$name" | tee -a "$table"
-    else
-        printf '%-34s NOT NAMED\n' "$name" | tee -a "$table"
-        worst=1
-    fi
+    local name="bisect-$2-tp$3-${1//[:,]/-}" start=$SECONDS code=1 found="NOT NAMED"
+    timeout -k 5 90 "$lockstep" bisect -m "$nano" --device "$1" --tp "$3" --inject "$2@$4" --json \
+        > "$out/$name.json" 2> "$out/$name.log"
+    if [ $? -eq 1 ] && grep -q "\"kind\": \"$2\"" "$out/$name.json"; then code=0 found=named; fi
+    line "$name" $code $((SECONDS - start)) "$found"
 }
+
+# mutant NAME FILE SED: a kernel source that SED changes must fail the stage kernels.
+mutant() {
+    local name="mutant-$1" start=$SECONDS code=1 found="NOT CAUGHT" folder="$out/mutant-$1.cu"
+    rm -rf "$folder" && cp -r kernels/cu "$folder" && sed -i "$3" "$folder/$2"
+    timeout -k 5 120 "$lockstep" verify kernels -m "$nano" --device cuda:0 --kernels-dir "$folder" --json \
+        > "$out/$name.json" 2> "$out/$name.log"
+    if [ $? -eq 1 ] && ! cmp -s "kernels/cu/$2" "$folder/$2" && ! grep -q "does not compile" "$out/$name.json"; then
+        code=0 found="caught by $(grep -c '"verdict": "DIVERGENT"' "$out/$name.json") checks"
+    fi
+    rm -rf "$folder"
+    line "$name" $code $((SECONDS - start)) "$found"
+}
+
+# check NAME COMMAND..: COMMAND beside others, at most $jobs at once.
+check() {
+    wanted "$1" || return 0
+    while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
+    "${@:2}" &
+}
+
+# alone NAME COMMAND..: COMMAND with nothing beside it.
+alone() {
+    wanted "$1" || return 0
+    wait
+    "${@:2}"
+}
+
+# slice NAME OPTIONS..: a model of real widths, made once.
+slice() {
+    [ -f "$slices/$1.gguf" ] || run "synth-$1" 300 "$lockstep" synth --out "$slices/$1.gguf" --json "${@:2}"
+}
+
+# drop NAME: removes it again.
+drop() {
+    wait
+    [ -n "${SLICES:-}" ] || rm -f "$slices/$1.gguf"
+}
+
+# median NAME: decode tokens per second of a bench.
+median() { sed -n '/"decode_tokens_per_second"/,/"median"/s/.*"median": \([0-9.]*\).*/\1/p' "$out/$1.json"; }
 
 gpus=$(nvidia-smi -L 2> "$out/nvidia-smi.log" | wc -l)
-echo "$gpus GPUs" | tee -a "$table"
-stage kernels-build 240 "$lockstep" kernels build --arch "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | sed 's/\.//; s/^/sm_/; s/^\(sm_\(9\|1.\)0\)$/\1a/; s/^sm_120$/sm_120a/')" --json
-stage doctor 300 "$lockstep" doctor --device cuda --json
-stage kernels 300 "$lockstep" verify kernels -m "$nano" --device cuda --json
+echo "$gpus GPUs, $jobs checks at a time" | tee -a "$table"
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+arch=sm_$capability
+[ "$capability" -lt 90 ] || arch=${arch}a
+alone kernels-build run kernels-build 240 "$lockstep" kernels build --arch "$arch" --json
+alone doctor run doctor 200 "$lockstep" doctor --device cuda --json
+
+# One GPU, virtual ranks.
+check kernels run kernels 120 "$lockstep" verify kernels -m "$nano" --device cuda:0 --json
 for recipe in strict fast; do
     for tp in 1 2 4 8; do
-        stage "nano-$recipe-tp$tp" 240 "$lockstep" verify -m "$nano" --device cuda:0 --tp "$tp" --recipe $recipe --json
+        check nano-$recipe-tp$tp run nano-$recipe-tp$tp 150 "$lockstep" verify -m "$nano" --device cuda:0 --tp $tp \
+            --recipe $recipe --json
     done
-    stage "nano52-$recipe-tp4" 240 "$lockstep" verify -m "$nano52" --device cuda:0 --tp 4 --recipe $recipe --json
-    stage "turns-$recipe" 240 "$lockstep" verify logits -m "$nano" --device cuda:0 --tp 1 --recipe $recipe --asks goldens/glm5-nano/recall.json --all --json
+    check nano52-$recipe-tp4 run nano52-$recipe-tp4 150 "$lockstep" verify -m "$nano52" --device cuda:0 --tp 4 \
+        --recipe $recipe --json
+    check turns-$recipe run turns-$recipe 150 "$lockstep" verify logits -m "$nano" --device cuda:0 --tp 1 \
+        --recipe $recipe --asks "$asks" --all --json
 done
 for tp in 2 8; do
-    named SHARD_ORDER $tp blk.2.attn_qkv_a
-    named KV_B_LAYOUT $tp blk.1.attn_k_b
-    named NAME_MAP $tp blk.1.attn_q_a_norm
-    named DTYPE_REINTERPRET $tp blk.2.ffn_down_exps
-    named DSA_INACTIVE $tp layers.2.attn.latent
-    named SHARD_PLACEMENT $tp blk.1.attn_output
-    named REDUCE_MISSED $tp layers.1.attn.out
+    check bisect-tp$tp named cuda:0 SHARD_ORDER $tp blk.2.attn_qkv_a
+    check bisect-tp$tp named cuda:0 KV_B_LAYOUT $tp blk.1.attn_k_b
+    check bisect-tp$tp named cuda:0 NAME_MAP $tp blk.1.attn_q_a_norm
+    check bisect-tp$tp named cuda:0 DTYPE_REINTERPRET $tp blk.2.ffn_down_exps
+    check bisect-tp$tp named cuda:0 DSA_INACTIVE $tp layers.2.attn.latent
+    check bisect-tp$tp named cuda:0 SHARD_PLACEMENT $tp blk.1.attn_output
+    check bisect-tp$tp named cuda:0 REDUCE_MISSED $tp layers.1.attn.out
 done
+check mutant mutant ties indexer.cu 's/at && rank < wanted/at \&\& rank > 0 \&\& rank <= wanted/'
+check mutant mutant min-sign common/unpack.cuh 's/i % 4) - m;/i % 4) + m;/'
+check mutant mutant tail matmul.cu 's/const int chunks = (w.cols + 15) \/ 16;/const int chunks = w.cols \/ 16;/'
+check mutant mutant scale attention.cu 's/? dot \* scale : -INFINITY/? dot * scale * 1.0001f : -INFINITY/'
 if command -v compute-sanitizer > /dev/null; then
-    stage memcheck 300 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
-        "$lockstep" verify kernels activations -m "$nano" --device cuda:0 --tp 2 --json
+    check memcheck run memcheck 280 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        "$lockstep" verify kernels -m "$nano" --device cuda:0 --json
 fi
-if [[ slice =~ $stages || $stages == . || $stages =~ slice ]]; then
-    stage slice-synth-verify 300 "$lockstep" synth --layers 2 --index-top-k 8 --out "$slices/verify.gguf" --json
+if wanted slice-verify; then
+    slice verify --layers 2 --index-top-k 8
     for tp in 1 8; do
-        stage "slice-verify-tp$tp" 600 "$lockstep" verify -m "$slices/verify.gguf" --device cuda:0 --tp $tp \
-            --prompt "In the beginning" --rows 4 --json
+        check slice-verify run slice-verify-tp$tp 280 "$lockstep" verify -m "$slices/verify.gguf" --device cuda:0 --tp $tp \
+            --prompt "$text" --rows 4 --json
     done
-    rm -f "$slices/verify.gguf"
-    stage slice-synth-bench 600 "$lockstep" synth --out "$slices/bench.gguf" --json
-    stage slice-bench 300 "$lockstep" bench -m "$slices/bench.gguf" --device cuda:0 --batch 1,2,4,8,16,32 --json
-    rm -f "$slices/bench.gguf"
 fi
-stage nano-bench 120 "$lockstep" bench -m "$nano" --device cuda:0 --json
+
+# Several GPUs: one rank each, over NCCL.
+if [ "$gpus" -gt 1 ]; then
+    for recipe in strict fast; do
+        check multi-nano run multi-nano-$recipe 100 "$lockstep" verify -m "$nano" --device cuda --tp "$gpus" \
+            --recipe $recipe --json
+        check multi-turns run multi-turns-$recipe 100 "$lockstep" verify logits -m "$nano" --device cuda --tp "$gpus" \
+            --recipe $recipe --asks "$asks" --all --json
+    done
+    check multi-bisect named cuda SHARD_ORDER "$gpus" blk.2.attn_qkv_a
+    check multi-bisect named cuda SHARD_PLACEMENT "$gpus" blk.1.attn_output
+    check multi-bisect named cuda REDUCE_MISSED "$gpus" layers.1.attn.out
+    if wanted multi-slice-verify; then
+        slice verify --layers 2 --index-top-k 8
+        check multi-slice-verify run multi-slice-verify 280 "$lockstep" verify -m "$slices/verify.gguf" --device cuda \
+            --tp "$gpus" --prompt "$text" --rows 4 --json
+    fi
+fi
+drop verify
+
+# Speed, with nothing beside it.
+alone nano-bench run nano-bench 100 "$lockstep" bench -m "$nano" --device cuda:0 --json
+if wanted slice-bench || { wanted multi-bench && [ "$gpus" -gt 1 ]; }; then
+    wait
+    slice bench
+    alone slice-bench run slice-bench 200 "$lockstep" bench -m "$slices/bench.gguf" --device cuda:0 \
+        --batch 1,2,4,8,16,32 --json
+    if [ "$gpus" -gt 1 ] && wanted multi-bench; then
+        run multi-bench-4 200 "$lockstep" bench -m "$slices/bench.gguf" --device cuda --tp "$gpus" \
+            --batch 1,2,4,8,16,32 --json
+        drop bench
+        # Deeper by four MoE layers, and by one dense one: the differences extrapolate to 78 layers, three of them dense.
+        slice moe --layers 8
+        run multi-bench-8 200 "$lockstep" bench -m "$slices/moe.gguf" --device cuda --tp "$gpus" --json
+        drop moe
+        slice dense --layers 5 --dense-layers 2
+        run multi-bench-dense 200 "$lockstep" bench -m "$slices/dense.gguf" --device cuda --tp "$gpus" --json
+        drop dense
+        awk -v a="$(median multi-bench-4)" -v b="$(median multi-bench-8)" -v c="$(median multi-bench-dense)" 'BEGIN {
+            if (a * b * c == 0) exit
+            moe = (1 / b - 1 / a) / 4; dense = 1 / c - 1 / a; step = 1 / a + 72 * moe + 2 * dense
+            printf "extrapolated, not measured: %.0f us a MoE layer, %.0f us a dense one; 78 layers: %.2f ms, %.0f tokens/s\n",
+                moe * 1e6, dense * 1e6, step * 1e3, 1 / step }' | tee -a "$table"
+        alone doctor run multi-doctor-LL 100 env NCCL_PROTO=LL "$lockstep" doctor --device cuda --json
+    fi
+    drop bench
+fi
+wait
+worst=$(awk 'match($0, / exit [0-9]+/) { e = substr($0, RSTART + 6, RLENGTH - 6) + 0; if (e > w) w = e } END { print w + 0 }' "$table")
 echo "worst exit $worst" | tee -a "$table"
 exit "$worst"

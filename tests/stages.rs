@@ -38,6 +38,8 @@ fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
         rows: vec![2],
         layers: None,
         target: None,
+        asks: Vec::new(),
+        own_prompt: false,
         seed: 0,
     }
 }

@@ -65,6 +65,14 @@ static __device__ __forceinline__ bool is_ragged(const Matrix &w, const Rows &x)
     return w.cols % 16 != 0 || x.row % 4 != 0 || x.group % 4 != 0 || (u64)x.at % 16 != 0;
 }
 
+// Blocks that a multiprocessor is to hold at once. Four leave 64 registers a thread; with several rows or matrices, code
+// for sm_100 and later needs more and would spill.
+#if __CUDA_ARCH__ >= 1000
+constexpr int RESIDENT = 3;
+#else
+constexpr int RESIDENT = 4;
+#endif
+
 // One warp per row of W, for at most N rows of x. Grid: (rows / warps, groups); matrix g of the stack for group g.
 template <int N> static __device__ __forceinline__ void gemv_body(Matrix w, Rows x, Rows y, int n, int recipe) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, g = blockIdx.y;
@@ -82,13 +90,13 @@ template <int N> static __device__ __forceinline__ void gemv_body(Matrix w, Rows
 extern "C" __global__ void __launch_bounds__(256, 4) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<1>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256, 4) gemv_2(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_2(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<2>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256, 4) gemv_4(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_4(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<4>(w, x, y, n, recipe);
 }
-extern "C" __global__ void __launch_bounds__(256, 4) gemv_8(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_8(Matrix w, Rows x, Rows y, int n, int recipe) {
     gemv_body<8>(w, x, y, n, recipe);
 }
 
@@ -108,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 }
 
 // Gate, up and SwiGLU of chosen experts in one pass: y[t][j][r] = silu(gate_r . x_t) * (up_r . x_t).
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, RESIDENT)
     gemv_gate_up(Matrix gate, Matrix up, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= gate.rows) return;

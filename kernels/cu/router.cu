@@ -212,14 +212,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // out[t] = sum over slots with an expert, in order, of weight times the slot's row.
-extern "C" __global__ void combine_slots(const float *rows, const i32 *ids, int slots, int width, const float *weights,
-                                         i64 w_row, float *out, i64 out_row) {
+extern "C" __global__ void combine_slots(const float *rows, const i32 *ids, int experts, int slots, int width,
+                                         const float *weights, i64 w_row, float *out, i64 out_row) {
     const int t = blockIdx.y;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x) {
         float sum = 0.0f;
         for (int j = 0; j < slots; ++j) {
             const i64 s = (i64)t * slots + j;
-            if (ids[s] >= 0) sum = fmaf(weights[t * w_row + j], rows[s * width + i], sum);
+            if (ids[s] >= 0 && ids[s] < experts) sum = fmaf(weights[t * w_row + j], rows[s * width + i], sum);
         }
         out[t * out_row + i] = sum;
     }

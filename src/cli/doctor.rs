@@ -78,7 +78,8 @@ fn gpus(args: &DoctorArgs) -> Result<Vec<Finding>, CliError> {
     const NONE: &str = "this build has no CUDA device (feature cuda)";
     match &args.device {
         Some(DeviceArg::Cuda(_)) => Err(CliError::Usage(format!("--device cuda: {NONE}"))),
-        _ => Ok(vec![without(NONE)]),
+        Some(DeviceArg::Cpu) => Ok(vec![without("--device cpu")]),
+        None => Ok(vec![without(NONE)]),
     }
 }
 

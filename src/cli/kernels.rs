@@ -66,6 +66,12 @@ fn build(
             }
         }
     }
+    if work.is_empty() {
+        let text = filter.as_ref().map_or("", Regex::as_str);
+        return Err(CliError::Usage(format!(
+            "--filter {text}: no module matches; `lockstep kernels list` names them, as in matmul<Q4_K>"
+        )));
+    }
     let start = Instant::now();
     let built: Result<Vec<Built>, CubinError> =
         work.par_iter().map(|(unit, ty, arch)| cubins.build(unit, *ty, arch)).collect();

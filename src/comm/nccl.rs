@@ -115,7 +115,9 @@ impl Collective<CudaDevice> for Nccl {
         self.meeting.wait(rank, site, || Ok(()))?;
         let (address, row) = device.place(buf);
         debug_assert!(width as i64 <= row);
-        self.sum(rank, &|| site.to_string(), address, n * row as usize)
+        let count = n * row as usize;
+        let summed = device.meet(4 * count, || self.sum(rank, &|| site.to_string(), address, count));
+        summed.map_err(|e| CommError::Device { rank, site: site.to_string(), reason: e.to_string() })?
     }
 
     fn share_best(&self, rank: usize, site: Site, device: &CudaDevice, _: usize) -> Result<(), CommError> {

@@ -212,5 +212,6 @@ fn serve<D: Device>(
         if outbox.send(reply).is_err() {
             break;
         }
-    }
+    } // Recordings hold collectives, which some libraries wait for when their end is asked for: so the rank goes first.
+    drop(forward);
 }

@@ -40,7 +40,8 @@ pub fn read(path: &Path) -> Result<Vec<Ask>, String> {
     let word = |entry: &HashMap<String, String>, i: usize, key: &str| {
         entry.get(key).cloned().ok_or_else(|| bad(format!("entry {i}: expected `{key}`, found none")))
     };
-    let ask = |(i, e): (usize, &HashMap<String, String>)| Ok(Ask { ask: word(e, i, "ask")?, answer: word(e, i, "answer")? });
+    let ask =
+        |(i, e): (usize, &HashMap<String, String>)| Ok(Ask { ask: word(e, i, "ask")?, answer: word(e, i, "answer")? });
     list.iter().enumerate().map(ask).collect()
 }
 

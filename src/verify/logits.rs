@@ -16,12 +16,12 @@ use std::time::Instant;
 
 use lockstep_reference::{Arith, Eps};
 
-use super::{VerifyError, asks};
 use super::drive::{Fed, Feed, Listen, Place, choices, feed};
 use super::floor::limit;
 use super::subject::{Progress, Subject};
 use super::verdict::{Check, StageReport, Verdict};
 use super::whole::{self, Plan, Variant, Whole, divergence};
+use super::{VerifyError, asks};
 use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;
 use crate::engine::sampler::{Sampling, greedy};

@@ -2,8 +2,8 @@
 //! fault. One file per stage; each returns a [`StageReport`].
 
 pub mod activations;
-pub mod asks;
 pub mod altered;
+pub mod asks;
 pub mod drive;
 pub mod file;
 pub mod floor;

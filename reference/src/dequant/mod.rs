@@ -7,6 +7,9 @@ mod grids;
 mod k_quants;
 mod simple;
 
+/// Values below which a second thread costs more than it brings.
+const WORTH_A_THREAD: usize = 1 << 20;
+
 /// Decodes one block into its values.
 type Decode = fn(&[u8], &mut [f32]);
 
@@ -33,9 +36,25 @@ impl BlockFormat {
     pub fn decode(&self, bytes: &[u8]) -> Option<Vec<f32>> {
         (bytes.len().is_multiple_of(self.bytes)).then_some(())?;
         let mut out = vec![0f32; bytes.len() / self.bytes * self.values];
-        for (block, values) in bytes.chunks_exact(self.bytes).zip(out.chunks_exact_mut(self.values)) {
-            (self.decode)(block, values);
-        }
+        let decode = |bytes: &[u8], out: &mut [f32]| {
+            for (block, values) in bytes.chunks_exact(self.bytes).zip(out.chunks_exact_mut(self.values)) {
+                (self.decode)(block, values);
+            }
+        };
+        // Blocks do not depend on each other, so large tensors are shared out among threads.
+        let cores = std::thread::available_parallelism().map_or(1, |c| c.get());
+        let share = (bytes.len() / self.bytes).div_ceil(cores).max(WORTH_A_THREAD / self.values);
+        std::thread::scope(|scope| {
+            let mut shares = bytes.chunks(share * self.bytes).zip(out.chunks_mut(share * self.values));
+            let own = shares.next();
+            for (bytes, out) in shares {
+                let decode = &decode;
+                scope.spawn(move || decode(bytes, out));
+            }
+            if let Some((bytes, out)) = own {
+                decode(bytes, out);
+            }
+        });
         Some(out)
     }
 }

@@ -13,6 +13,8 @@ use super::{Speed, check, measure, prompt, spread};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::BenchArgs;
 use crate::cli::{CliError, Exit, options};
+use crate::comm::Solo;
+use crate::comm::timed::ALL_REDUCE;
 use crate::device::cpu::host::anonymous;
 use crate::device::cuda::CudaBackend;
 use crate::device::cuda::bandwidth::{self, Bandwidth};
@@ -22,7 +24,7 @@ use crate::device::cuda::profile::{Cost, Profile};
 use crate::engine::batch::{Batch, Token};
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
-use crate::engine::{Engine, Options};
+use crate::engine::{Backend, Engine, Options};
 use crate::model::Config;
 use crate::report::table::{bytes, table};
 use crate::shard::TpPlan;
@@ -52,6 +54,8 @@ struct Report<'a> {
     nodes: usize,
     replays: u64,
     batches: Vec<(usize, f64)>,
+    /// Seconds of a decode step of the first rank alone, without meetings, where there are several.
+    alone: Option<f64>,
 }
 
 pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
@@ -94,6 +98,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let (replays, nodes) = backend.replays();
     drop(engine);
     let costs = profile(backend, &checkpoint, args, options, &config)?;
+    let alone = if args.tp > 1 { Some(alone(backend, &checkpoint, args, options, &config)?) } else { None };
     let report = Report {
         args,
         name: checkpoint.name().to_string(),
@@ -113,6 +118,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
         nodes,
         replays,
         batches,
+        alone,
     };
     if args.model.json {
         serde_json::to_writer_pretty(&mut *out, &report.document())?;
@@ -174,6 +180,49 @@ fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<(us
     Ok(speeds)
 }
 
+/// The prompt's keys in the cache, without logits; returns the block table.
+fn prefill(engine: &mut Engine, ids: &[u32], more: usize) -> Result<Vec<u32>, CliError> {
+    let mut table = Vec::new();
+    engine.pool().reserve(&mut table, ids.len() + more).map_err(crate::engine::EngineError::from)?;
+    let chunk = engine.options().chunk;
+    for (i, part) in ids.chunks(chunk).enumerate() {
+        let token = |(j, id): (usize, &u32)| Token { id: *id, position: (i * chunk + j) as u32, sequence: 0 };
+        let tokens = part.iter().enumerate().map(token).collect();
+        engine.step(Batch { tokens, tables: vec![table.clone()], ..Batch::default() }, Vec::new())?;
+    }
+    Ok(table)
+}
+
+/// Seconds of a decode step of the first rank with nobody to meet: what N ranks would reach if meeting cost nothing.
+fn alone(
+    backend: &CudaBackend,
+    checkpoint: &Arc<Checkpoint>,
+    args: &BenchArgs,
+    options: Options,
+    config: &Config,
+) -> Result<f64, CliError> {
+    let one = CudaBackend { ordinals: vec![backend.ordinals.first().copied().unwrap_or(0)], ..backend.clone() };
+    let (devices, _) = one.devices(1, &options, config)?;
+    let plan = Arc::new(TpPlan::new(config, args.tp)?);
+    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, devices, Arc::new(Solo), options)?;
+    let ids = prompt(config.vocab, args.prompt);
+    let mut times = Vec::new();
+    for _ in 0..args.repeat {
+        let mut table = prefill(&mut engine, &ids, args.steps + 4)?;
+        let token = Token { id: ids[0], position: ids.len() as u32, sequence: 0 };
+        let batch = Batch { tokens: vec![token], tables: vec![table.clone()], logits: vec![0], ahead: true };
+        engine.step(batch, Vec::new())?;
+        // The second step is recorded, the third replayed.
+        (0..2).try_for_each(|i| engine.follow(ids.len() + 2 + i).map(|_| ()))?;
+        let start = Instant::now();
+        (0..args.steps).try_for_each(|i| engine.follow(ids.len() + 4 + i).map(|_| ()))?;
+        times.push(start.elapsed().as_secs_f64() / args.steps as f64);
+        engine.chosen()?;
+        engine.pool().release(&mut table);
+    }
+    Ok(spread(&times).0)
+}
+
 /// One decode step behind the prompt, its launches timed on the GPU.
 fn profile(
     backend: &CudaBackend,
@@ -188,13 +237,8 @@ fn profile(
     let timed = CudaBackend { profiles: Some(profiles.clone()), ..backend.clone() };
     let mut engine = Engine::on(&timed, checkpoint.clone(), args.tp, options)?;
     let ids = prompt(config.vocab, args.prompt);
-    let mut table = Vec::new();
-    engine.pool().reserve(&mut table, args.prompt + STEPS + 2).map_err(crate::engine::EngineError::from)?;
+    let table = prefill(&mut engine, &ids, STEPS + 2)?;
     let token = |position: usize| Token { id: ids[position % ids.len()], position: position as u32, sequence: 0 };
-    for first in (0..args.prompt).step_by(options.chunk) {
-        let tokens = (first..args.prompt.min(first + options.chunk)).map(token).collect();
-        engine.step(Batch { tokens, tables: vec![table.clone()], logits: Vec::new(), ahead: false }, Vec::new())?;
-    }
     let step = |i: usize| {
         let batch =
             Batch { tokens: vec![token(args.prompt + i)], tables: vec![table.clone()], logits: vec![0], ahead: false };
@@ -236,6 +280,11 @@ impl Report<'_> {
     /// Seconds that kernels ran in a step, by events.
     fn kernels(&self) -> f64 {
         self.costs.values().map(|c| c.seconds).sum()
+    }
+
+    /// Seconds of a step in which ranks met, by events: the sums and the waiting for each other.
+    fn meetings(&self) -> f64 {
+        self.costs.get(ALL_REDUCE).map_or(0.0, |c| c.seconds)
     }
 
     fn launches(&self) -> u64 {
@@ -280,7 +329,8 @@ impl Report<'_> {
                 "share_of_read": self.read_rate() / self.bandwidth.read,
             },
             "step": {
-                "seconds": self.step(), "kernel_seconds": self.kernels(), "launches_per_rank": self.launches(),
+                "seconds": self.step(), "kernel_seconds": self.kernels(),
+                "all_reduce_seconds": self.meetings(), "first_rank_alone_seconds": self.alone, "launches_per_rank": self.launches(),
                 "recorded_nodes": self.nodes, "replays": self.replays, "gap_seconds_per_launch": self.gap(),
                 "ops": self.costs.iter().map(op).collect::<Vec<_>>(),
             },
@@ -340,6 +390,14 @@ impl Report<'_> {
             self.nodes,
             self.replays
         )?;
+        if let Some(alone) = self.alone {
+            writeln!(
+                out,
+                "  ranks    {} of the kernels' time in all-reduces; the first rank's step alone takes {}",
+                us(self.meetings()),
+                us(alone)
+            )?;
+        }
         let most = |v: &[u64]| bytes(v.iter().max().copied().unwrap_or(0));
         writeln!(
             out,

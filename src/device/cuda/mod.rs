@@ -35,6 +35,7 @@ pub(crate) use weight::Matrix;
 
 use super::recipe::Recipe;
 use super::{CacheShape, DeviceError, Heads, Site};
+use crate::comm::timed::ALL_REDUCE;
 use crate::quant::QuantType;
 
 /// Activations `[rows][row]` on a GPU; rows are padded so that each starts at a whole load.
@@ -183,9 +184,17 @@ impl CudaDevice {
         let start = || self.gpu.launch(unit, ty, kernel, launch, args);
         match &self.profile {
             None => start(),
-            Some(profile) => profile.time(&self.gpu, site.op, bytes, start),
+            Some(profile) => profile.time(&self.gpu, site.op, bytes, start).and_then(|done| done),
         }
         .map_err(|e| self.error(site, e))
+    }
+
+    /// Gives a collective to the stream, its time kept like an operation's.
+    pub(crate) fn meet<T>(&self, bytes: usize, start: impl FnOnce() -> T) -> Result<T, GpuError> {
+        match &self.profile {
+            None => Ok(start()),
+            Some(profile) => profile.time(&self.gpu, ALL_REDUCE, bytes, start),
+        }
     }
 
     /// A kernel of rows.cu over `count` values.

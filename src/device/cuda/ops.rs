@@ -11,6 +11,7 @@ use super::weight::{Matrix, Part};
 use super::{
     Arg, CudaBuf, CudaCache, CudaDevice, CudaIndex, CudaInputs, CudaWeight, LOADING, RopeTable, Rows, args, heads_at,
 };
+use crate::comm::timed::ALL_REDUCE;
 use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use crate::engine::batch::Batch;
 use crate::model::{Config, Gating};
@@ -99,6 +100,7 @@ impl CudaDevice {
         let mut ranks = Ranks { at: [0; crate::comm::shared_gpu::MOST_RANKS] };
         ranks.at[..addresses.len()].copy_from_slice(addresses);
         let (tp, width, rows) = (addresses.len() as i32, width as i32, n as i32);
+        let site = Site { op: ALL_REDUCE, ..site };
         self.each(site, "sum_ranks", n * width as usize, &[&ranks, &tp, &row, &width, &rows])
     }
 
@@ -730,7 +732,8 @@ impl Device for CudaDevice {
         let launch = Launch { grid: (part.rows.div_ceil(256) as u32, n as u32, 1), block: 256, shared: 0 };
         let (count, w, by, w_row) = (slots as i32, part.rows as i32, weights.at(0), weights.row());
         let (chosen, y, row) = (ids.memory.address(), out.at(0), out.row());
-        let args: [&dyn Arg; 8] = [&rows, &chosen, &count, &w, &by, &w_row, &y, &row];
+        let experts = part.stack as i32;
+        let args: [&dyn Arg; 9] = [&rows, &chosen, &experts, &count, &w, &by, &w_row, &y, &row];
         self.launch(site, "router", None, "combine_slots", launch, 0, &args)
     }
 }

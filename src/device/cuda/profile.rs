@@ -36,13 +36,13 @@ pub struct Profile(Mutex<Vec<Pending>>);
 
 impl Profile {
     /// Runs `start`, which gives one launch to the stream, between two events.
-    pub(super) fn time(
+    pub(super) fn time<T>(
         &self,
         gpu: &Arc<Gpu>,
         op: &'static str,
         bytes: usize,
-        start: impl FnOnce() -> Result<(), GpuError>,
-    ) -> Result<(), GpuError> {
+        start: impl FnOnce() -> T,
+    ) -> Result<T, GpuError> {
         gpu.bind()?;
         let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(at("making an event"));
         let events = [event()?, event()?];
@@ -51,11 +51,11 @@ impl Profile {
             unsafe { result::event::record(e, gpu.stream().cu_stream()) }.map_err(at("recording an event"))
         };
         record(events[0])?;
-        start()?;
+        let done = start();
         record(events[1])?;
         let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         pending.push(Pending { gpu: gpu.clone(), op, bytes, events });
-        Ok(())
+        Ok(done)
     }
 
     /// Everything since the last call, by operation.

@@ -200,17 +200,20 @@ fn group(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
 fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
     for (n, slots, width) in [(1usize, 1usize, 33usize), (3, 8, 300), (9, c.experts_used, c.hidden)] {
         let mut random = Random::of(&format!("combine {slots} {width}"));
-        let ids: Vec<i32> = (0..n * slots).map(|s| if s % 5 == 3 { -1 } else { s as i32 % 7 }).collect();
+        let experts = 7i32;
+        let id = |s: usize| if s % 5 == 3 { [-1, experts][s % 2] } else { s as i32 % experts };
+        let ids: Vec<i32> = (0..n * slots).map(id).collect();
+        let none = |slot: usize| !(0..experts).contains(&ids[slot]);
         let rows = random.values(n * slots * width);
         // A slot without an expert holds anything at all.
         let image: Vec<u32> = rows
             .iter()
             .enumerate()
-            .map(|(i, v)| if ids[i / width] < 0 { super::lab::POISON } else { v.to_bits() })
+            .map(|(i, v)| if none(i / width) { super::lab::POISON } else { v.to_bits() })
             .collect();
         let (by, to) = (View::plain(n, slots, slots + 2), View::plain(n, width, width + 3));
         let weights = random.values(n * slots);
-        let weigh = |i: usize| if ids[i] < 0 { 0.0 } else { f64::from(weights[i]) };
+        let weigh = |i: usize| if none(i) { 0.0 } else { f64::from(weights[i]) };
         let w = Array2::from_shape_fn((n, slots), |(t, j)| weigh(t * slots + j));
         let y = Array3::from_shape_fn((n, slots, width), |(t, j, i)| f64::from(rows[(t * slots + j) * width + i]));
         let floor = Floor::of(Recipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
@@ -219,7 +222,7 @@ fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuEr
         let (at, id, count, wide) = (row_area.at(0), id_area.at(0), slots as i32, width as i32);
         let (w_at, w_row, o, o_row) = (w_area.at(0), by.row as i64, out.at(0), to.row as i64);
         let launch = Launch { grid: (width.div_ceil(256) as u32, n as u32, 1), block: 256, shared: 0 };
-        let args: [&dyn Arg; 8] = [&at, &id, &count, &wide, &w_at, &w_row, &o, &o_row];
+        let args: [&dyn Arg; 9] = [&at, &id, &experts, &count, &wide, &w_at, &w_row, &o, &o_row];
         let seen = lab.thrice(&[&out], &|| lab.launch("router", "combine_slots", launch, &args))?;
         let what = format!("{n} x {slots} slots x {width}");
         let found = rows_of(&seen.floats(case, &what, 0, &out, &to.words()), width);

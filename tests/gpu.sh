@@ -90,6 +90,7 @@ echo "$gpus GPUs, $jobs checks at a time" | tee -a "$table"
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 arch=sm_$capability
 [ "$capability" -lt 90 ] || arch=${arch}a
+[ "$capability" -ge 90 ] || arch=sm_80
 alone kernels-build run kernels-build 240 "$lockstep" kernels build --arch "$arch" --json
 alone doctor run doctor 200 "$lockstep" doctor --device cuda --json
 

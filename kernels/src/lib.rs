@@ -101,8 +101,8 @@ pub const TYPES: [&str; 22] = [
     "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 ];
 
-/// Architectures that every kernel compiles for: A100, L40/RTX 40, H100/H200, B200, RTX 50.
-pub const ARCHS: [&str; 5] = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+/// Architectures that every kernel compiles for: A100 to RTX 40 (one code for all of 8.x), H100/H200, B200, RTX 50.
+pub const ARCHS: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
 
 /// Kernels that may use a stack frame (f64 trigonometry reduces large arguments through one); all others must neither
 /// spill nor use local memory.

@@ -283,10 +283,14 @@ pub(super) fn wait_for(query: impl Fn() -> CUresult, last: &dyn Fn() -> String) 
     }
 }
 
-/// The architecture whose own instructions kernels may use, where it has any.
+/// The architecture that kernels are compiled for: with its own instructions where it has any; code for 8.0 runs on every
+/// GPU of that generation.
 fn arch(major: i32, minor: i32) -> String {
-    let own = if major >= 9 { "a" } else { "" };
-    format!("sm_{major}{minor}{own}")
+    match major {
+        8 => "sm_80".into(),
+        9.. => format!("sm_{major}{minor}a"),
+        _ => format!("sm_{major}{minor}"),
+    }
 }
 
 fn full_name(kernel: &str, ty: Option<QuantType>) -> String {

@@ -54,9 +54,10 @@ impl Floor {
         self.sigma.iter_mut().for_each(|s| *s = s.max(least));
     }
 
-    /// The same sigmas around other values.
+    /// The floor of the distance to another kernel's values. These carry an error of their own, as large as the floor
+    /// since a naive kernel adds in one of the floor's orders: two independent errors make one of sqrt(2) sigma.
     pub fn around(&self, reference: Array2<f64>) -> Self {
-        let sigma = self.sigma[..reference.nrows()].to_vec();
+        let sigma = self.sigma[..reference.nrows()].iter().map(|s| s * std::f64::consts::SQRT_2).collect();
         Floor { reference, sigma }
     }
 }

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value as Json, json};
 
 use super::args::BenchArgs;
+#[cfg(feature = "cuda")]
+use super::args::DeviceArg;
 use super::device::{Chosen, chosen};
 use super::{CliError, Exit, options};
 use crate::checkpoint::Checkpoint;
@@ -29,6 +31,10 @@ use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
 
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+    #[cfg(feature = "cuda")]
+    if args.batch.contains(&0) || (args.batch != [1] && args.device.device == DeviceArg::Cpu) {
+        return Err(CliError::Usage("--batch: expected numbers from 1 on, and --device cuda".into()));
+    }
     match chosen(&args.device)? {
         Chosen::Cpu(backend) => run_on(&backend, args, out),
         #[cfg(feature = "cuda")]

@@ -25,6 +25,10 @@ pub(super) enum Chosen {
 /// A recipe that the device does not have; a device that this build does not have.
 pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
     match (&args.device, args.recipe) {
+        #[cfg(feature = "cuda")]
+        (DeviceArg::Cpu, _) if args.kernels_dir.is_some() => {
+            Err(CliError::Usage("--kernels-dir: expected --device cuda; the CPU device has no kernels".into()))
+        }
         (DeviceArg::Cpu, RecipeArg::Strict) => Ok(Chosen::Cpu(CpuBackend)),
         (DeviceArg::Cpu, RecipeArg::Fast) => {
             Err(CliError::Usage("--recipe fast: expected strict, the only recipe of the CPU device".into()))

@@ -56,6 +56,13 @@ fn build(
 ) -> Result<Exit, CliError> {
     let filter = filter.map(Regex::new).transpose().map_err(|e| CliError::Usage(format!("--filter: {e}")))?;
     let archs: Vec<&str> = if archs.is_empty() { ARCHS.to_vec() } else { archs.iter().map(String::as_str).collect() };
+    if let Some(other) = archs.iter().find(|a| !ARCHS.contains(a)) {
+        let known = ARCHS.join(", ");
+        return Err(CliError::Usage(format!(
+            "--arch {other}: expected one of {known}, which the kernels are written for"
+        )));
+    }
+    let archs: std::collections::BTreeSet<&str> = archs.into_iter().collect();
     let wanted = |name: &str| filter.as_ref().is_none_or(|f| f.is_match(name));
     let mut work = Vec::new();
     for arch in &archs {
@@ -101,7 +108,7 @@ fn build(
             out,
             "{} modules for {}: {compiled} compiled by NVRTC {}, {} cached; {} in {}, {seconds:.1} s",
             built.len(),
-            archs.join(", "),
+            archs.iter().copied().collect::<Vec<_>>().join(", "),
             nvrtc.as_deref().unwrap_or("(none)"),
             built.len() - compiled,
             bytes(total as u64),

@@ -46,6 +46,12 @@ pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliErro
 fn spec(args: &SynthArgs) -> Result<Spec, CliError> {
     let mut widths = if args.small { SMALL } else { GLM5 };
     widths.experts = args.experts.unwrap_or(widths.experts);
+    if widths.experts < 2 {
+        let found = widths.experts;
+        return Err(CliError::Usage(format!(
+            "--experts: expected at least 2, so that a router has a choice, found {found}"
+        )));
+    }
     // Of few experts at most half are used, so that the router still has a choice.
     widths.experts_used = widths.experts_used.min(widths.experts / 2).max(1);
     widths.top_k = args.index_top_k.unwrap_or(widths.top_k);

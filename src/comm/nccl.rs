@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, c_int};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::nccl::{result, sys};
 
@@ -18,17 +18,45 @@ use crate::engine::EngineError;
 pub struct Nccl {
     state: Mutex<State>,
     gpus: Vec<Arc<Gpu>>,
-    /// Ranks meet before the first collective of each place and size, so that a missing one is named, not waited for.
+    /// Ranks meet before every collective that is called, so that a missing one is named, not waited for.
     meeting: Meeting,
 }
 
 struct State {
-    comms: Vec<sys::ncclComm_t>,
+    comms: Vec<Comm>,
     aborted: Option<String>,
 }
 
-// SAFETY: each communicator is used by its own rank's thread, but for the abort, which NCCL allows from any.
-unsafe impl Send for State {}
+/// A communicator. Whoever calls NCCL with it holds the lock, so that an abort does not free it meanwhile.
+type Comm = Arc<Mutex<Handle>>;
+
+struct Handle(sys::ncclComm_t);
+
+// SAFETY: used under the lock around it.
+unsafe impl Send for Handle {}
+
+/// How long an abort waits for a call that is under way before it leaves its communicator alone.
+const CALL: Duration = Duration::from_secs(5);
+
+fn lock(comm: &Comm) -> MutexGuard<'_, Handle> {
+    comm.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends a communicator whose kernels may be running. NCCL then waits for the recordings that hold its collectives, so this
+/// has a thread of its own that nobody waits for.
+fn end(comm: Comm) {
+    std::thread::spawn(move || {
+        let start = Instant::now();
+        while start.elapsed() < CALL {
+            if let Ok(handle) = comm.try_lock() {
+                // SAFETY: taken from its owner, so it is aborted once, and no call uses it.
+                let _ = unsafe { result::comm_abort(handle.0) }; // the reason for the abort is the one to tell
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+}
 
 /// Version of the NCCL that would be used, as NCCL counts it, if there is one.
 pub fn version() -> Option<i32> {
@@ -63,6 +91,7 @@ impl Nccl {
         // SAFETY: room for as many communicators as there are GPUs in the list.
         unsafe { result::comm_init_all(comms.as_mut_ptr(), ordinals.len() as c_int, ordinals.as_ptr()) }
             .map_err(|e| failed(describe(&e)))?;
+        let comms = comms.into_iter().map(|comm| Arc::new(Mutex::new(Handle(comm)))).collect();
         let meeting = Meeting::new(gpus.len(), timeout);
         Ok(Nccl { state: Mutex::new(State { comms, aborted: None }), gpus, meeting })
     }
@@ -72,14 +101,14 @@ impl Nccl {
     }
 
     /// The rank's communicator, its GPU made current.
-    fn own(&self, rank: usize, site: &dyn Fn() -> String) -> Result<sys::ncclComm_t, CommError> {
+    fn own(&self, rank: usize, site: &dyn Fn() -> String) -> Result<Comm, CommError> {
         let state = self.state();
         if let Some(reason) = &state.aborted {
             return Err(CommError::Aborted { rank, site: site(), reason: reason.clone() });
         }
         let device = |e: GpuError| CommError::Device { rank, site: site(), reason: e.to_string() };
         self.gpus[rank].bind().map_err(device)?;
-        Ok(state.comms[rank])
+        Ok(state.comms[rank].clone())
     }
 
     /// Adds `count` f32 values at `address` over all ranks, in place, on the rank's stream.
@@ -93,7 +122,7 @@ impl Nccl {
         let stream = self.gpus[rank].stream().cu_stream().cast();
         let at = address as *mut std::ffi::c_void;
         // SAFETY: the buffer holds `count` values on the communicator's GPU, and the stream is that GPU's.
-        let done = unsafe { result::all_reduce(at.cast_const(), at, count, f32_type, sum, comm, stream) };
+        let done = unsafe { result::all_reduce(at.cast_const(), at, count, f32_type, sum, lock(&comm).0, stream) };
         done.map(|_| ()).map_err(|e| device(describe(&e)))
     }
 }
@@ -121,6 +150,7 @@ impl Collective<CudaDevice> for Nccl {
     }
 
     fn share_best(&self, rank: usize, site: Site, device: &CudaDevice, _: usize) -> Result<(), CommError> {
+        self.meeting.wait(rank, site, || Ok(()))?;
         let site = || site.to_string();
         let comm = self.own(rank, &site)?;
         let failed = |reason: String| CommError::Device { rank, site: site(), reason };
@@ -129,7 +159,8 @@ impl Collective<CudaDevice> for Nccl {
         let stream = self.gpus[rank].stream().cu_stream().cast();
         // SAFETY: the buffer holds `each` bytes per rank on the communicator's GPU, this rank's at its own place.
         let done = unsafe {
-            result::all_gather(own, pairs as *mut std::ffi::c_void, each, sys::ncclDataType_t::ncclInt8, comm, stream)
+            let (to, bytes) = (pairs as *mut std::ffi::c_void, sys::ncclDataType_t::ncclInt8);
+            result::all_gather(own, to, each, bytes, lock(&comm).0, stream)
         };
         done.map(|_| ()).map_err(|e| failed(describe(&e)))
     }
@@ -139,10 +170,7 @@ impl Collective<CudaDevice> for Nccl {
         let mut state = self.state();
         if state.aborted.is_none() {
             state.aborted = Some(reason.into());
-            for comm in std::mem::take(&mut state.comms) {
-                // SAFETY: aborted once; nobody uses it afterwards, since `aborted` is set.
-                let _ = unsafe { result::comm_abort(comm) }; // the reason for the abort is the one to tell
-            }
+            std::mem::take(&mut state.comms).into_iter().for_each(end);
         }
     }
 }
@@ -153,7 +181,7 @@ impl Drop for Nccl {
         for (comm, gpu) in comms.into_iter().zip(&self.gpus) {
             if gpu.bind().is_ok() {
                 // SAFETY: destroyed once, behind the last step.
-                let _ = unsafe { result::comm_destroy(comm) }; // nobody is left to be told
+                let _ = unsafe { result::comm_destroy(lock(&comm).0) }; // nobody is left to be told
             }
         }
     }

@@ -63,10 +63,12 @@ impl Findings<'_> {
 /// What could not be compiled or does not fit was not measured; what the driver refuses is the host's fault.
 fn verdict_of(e: &GpuError) -> Verdict {
     match e {
-        GpuError::Cubin(_) | GpuError::Memory { .. } | GpuError::NoDriver | GpuError::NoSuchGpu { .. } => {
-            Verdict::Unmeasured
-        }
-        GpuError::Parameters { .. } => Verdict::Unmeasured,
+        GpuError::Cubin(_)
+        | GpuError::Memory { .. }
+        | GpuError::NoDriver
+        | GpuError::OldDriver { .. }
+        | GpuError::NoSuchGpu { .. }
+        | GpuError::Parameters { .. } => Verdict::Unmeasured,
         GpuError::Driver { .. } | GpuError::Launch { .. } | GpuError::Stuck { .. } => Verdict::Host,
     }
 }

@@ -16,6 +16,7 @@ pub fn driver() -> (usize, Finding) {
     const NAME: &str = "driver";
     match gpu::count() {
         Err(e @ GpuError::NoDriver) => (0, Finding::plain(NAME, Verdict::NotApplicable, e.to_string())),
+        Err(e @ GpuError::OldDriver { .. }) => (0, Finding::plain(NAME, Verdict::Unmeasured, e.to_string())),
         Err(e) => {
             // A driver without any GPU is no fault; one that cannot say is.
             let none = CudaContext::device_count().is_err_and(|e| e.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE);

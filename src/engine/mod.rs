@@ -156,6 +156,8 @@ impl Engine {
         options: Options,
     ) -> Result<Self, EngineError> {
         let config = checkpoint(0).config().clone();
+        // Every running sequence has a place in every step, so that none starves.
+        let options = Options { chunk: options.chunk.max(options.sequences), ..options };
         let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
         let room =
             Room { tokens: options.chunk, sequences: options.sequences, logits: options.chunk, pages, page: PAGE };
@@ -201,23 +203,8 @@ impl Engine {
         for rank in &self.ranks {
             rank.begin(batch.clone(), probes.next())?;
         }
-        let mut outputs = Vec::with_capacity(self.ranks.len());
-        let mut failure: Option<EngineError> = None;
-        for rank in &self.ranks {
-            match rank.end() {
-                Ok(output) => outputs.push(output),
-                Err(e) => {
-                    let echo = |e: &EngineError| matches!(e, EngineError::Comm(CommError::Aborted { .. }));
-                    if failure.as_ref().is_none_or(echo) {
-                        failure = Some(e);
-                    }
-                }
-            }
-        }
-        match failure {
-            Some(e) => Err(e),
-            None => Ok(self.join(&batch, outputs)),
-        }
+        let outputs = all(self.ranks.iter().map(RankThread::end))?;
+        Ok(self.join(&batch, outputs))
     }
 
     /// True if the devices can choose tokens (greedily) for so many rows, and run ahead of the host.
@@ -246,13 +233,8 @@ impl Engine {
 
     /// Every rank's answer; the first rank's holds the tokens.
     fn tokens(&self) -> Result<Vec<u32>, EngineError> {
-        let answers: Vec<Result<Vec<u32>, EngineError>> = self.ranks.iter().map(RankThread::tokens).collect();
-        let mut first = None;
-        for answer in answers {
-            let tokens = answer?;
-            first.get_or_insert(tokens);
-        }
-        Ok(first.unwrap_or_default())
+        let answers = all(self.ranks.iter().map(RankThread::tokens))?;
+        Ok(answers.into_iter().next().unwrap_or_default())
     }
 
     /// Joins the ranks' parts of the vocabulary and drops its padding.
@@ -284,6 +266,24 @@ impl Engine {
     pub fn read_cols(&self, rank: usize, param: Param) -> Result<Columns, EngineError> {
         self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_cols(param)
     }
+}
+
+/// What every rank answered, or the first failure that is not another rank's echo. All are heard.
+fn all<T>(answers: impl Iterator<Item = Result<T, EngineError>>) -> Result<Vec<T>, EngineError> {
+    let mut heard = Vec::new();
+    let mut failure: Option<EngineError> = None;
+    for answer in answers {
+        match answer {
+            Ok(answer) => heard.push(answer),
+            Err(e) => {
+                let echo = |e: &EngineError| matches!(e, EngineError::Comm(CommError::Aborted { .. }));
+                if failure.as_ref().is_none_or(echo) {
+                    failure = Some(e);
+                }
+            }
+        }
+    }
+    failure.map_or(Ok(heard), Err)
 }
 
 /// The collective that ranks use whose devices share one process and read and write host memory.

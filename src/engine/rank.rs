@@ -205,7 +205,13 @@ fn serve<D: Device>(
                 }
                 tokens.map(Reply::Tokens)
             }
-            Command::Chosen => forward.chosen().map(Reply::Tokens),
+            Command::Chosen => {
+                let tokens = forward.chosen();
+                if let Err(e) = &tokens {
+                    comm.abort(&format!("rank {rank}: {e}"));
+                }
+                tokens.map(Reply::Tokens)
+            }
             Command::ReadWeight(param) => forward.read_weight(param).map(Reply::Weight),
             Command::ReadCols(param) => forward.read_cols(param).map(Reply::Cols),
         };

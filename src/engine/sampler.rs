@@ -83,7 +83,7 @@ impl Sampler {
 pub fn greedy(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (i, l) in logits.iter().enumerate() {
-        if *l > logits[best] || logits[best].is_nan() {
+        if *l > logits[best] || (logits[best].is_nan() && !l.is_nan()) {
             best = i;
         }
     }

@@ -122,7 +122,9 @@ impl Scheduler {
     /// the other sequences too, and is run again.
     pub fn cancel(&mut self, engine: &mut Engine, number: u64) {
         self.waiting.retain(|s| s.number != number);
-        if self.ahead && self.running.iter().any(|s| s.number == number) && engine.chosen().is_ok() {
+        if self.ahead && self.running.iter().any(|s| s.number == number) {
+            // Should this fail, the ranks have given up, and so will the next step.
+            let _ = engine.chosen();
             self.ahead = false;
             self.running.iter_mut().for_each(|s| s.cached -= 1);
         }
@@ -237,7 +239,7 @@ impl Scheduler {
             if self.running.len() >= most {
                 break;
             }
-            let tokens = (s.prompt + s.request.most).min(context);
+            let tokens = s.prompt.saturating_add(s.request.most).min(context);
             let reserved: Result<(), CacheFull> = engine.pool().reserve(&mut s.table, tokens);
             match reserved {
                 Ok(()) => self.running.extend(self.waiting.pop_front()),

@@ -123,8 +123,17 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
     Ok(format!("{rows} rows of {count} prompts at tp {}{texts}", subject.tp))
 }
 
+/// Feeds a prompt and what was generated behind it, as it would be decoded, while listening.
+pub(super) fn fed(engine: &mut Engine, name: String, prompt: &[u32], generated: Vec<u32>) -> Result<Run, VerifyError> {
+    let mut ids = prompt.to_vec();
+    ids.extend(generated.iter().take(generated.len().saturating_sub(1)));
+    let fed = feed(engine, &Feed::chunked(&ids, vec![prompt.len(), 1]), &Listen::Capture(choices()))?;
+    let (attention, until) = (engine.options().attention, ids.len());
+    Ok(Run { name, ids, attention, fed, generated, until, missing: Vec::new() })
+}
+
 /// Generates greedily as a user would, then feeds prompt and continuation along the same way while listening.
-pub(super) fn continued(
+fn continued(
     engine: &mut Engine,
     name: String,
     prompt: Vec<u32>,
@@ -137,12 +146,10 @@ pub(super) fn continued(
         let request = Request { prompt: prompt.clone(), most: more, stop: Vec::new(), sampling };
         generate(engine, request, &mut |id| generated.push(id))?;
     }
-    let mut ids = prompt.clone();
-    ids.extend(generated.iter().take(generated.len().saturating_sub(1)));
-    let fed = feed(engine, &Feed::chunked(&ids, vec![prompt.len(), 1]), &Listen::Capture(choices()))?;
-    let vocab = engine.config().vocab;
-    let again = fed.logits.chunks_exact(vocab).skip(prompt.len() - 1).map(greedy);
-    if let Some(step) = again.zip(&generated).position(|(again, id)| again != *id) {
+    let run = fed(engine, name, &prompt, generated)?;
+    let (name, generated, vocab) = (&run.name, &run.generated, engine.config().vocab);
+    let again = run.fed.logits.chunks_exact(vocab).skip(prompt.len() - 1).map(greedy);
+    if let Some(step) = again.zip(generated).position(|(again, id)| again != *id) {
         let detail = format!("step {step}: the generated token is not the most likely one of the same step's logits");
         checks.push(Check::new(format!("greedy sampling, {name}"), Verdict::Divergent, detail));
     }
@@ -150,8 +157,7 @@ pub(super) fn continued(
         let detail = format!("asked for {more} tokens, {} came", generated.len());
         checks.push(Check::new(format!("greedy sampling, {name}"), Verdict::Unmeasured, detail));
     }
-    let (attention, until) = (engine.options().attention, ids.len());
-    Ok(Run { name, ids, attention, fed, generated, until, missing: Vec::new() })
+    Ok(run)
 }
 
 fn of_dump(

@@ -3,6 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use lockstep_kernels::geometry::{MOST_LATENT, MOST_ROPE};
+
 use super::cubin::Cubins;
 use super::gpu::{Gpu, GpuError, count};
 use super::group::Group;
@@ -84,7 +86,14 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     type Device = CudaDevice;
 
-    fn devices(&self, tp: usize, _: &Options, _: &Config) -> Result<Ranks<CudaDevice>, EngineError> {
+    fn devices(&self, tp: usize, _: &Options, config: &Config) -> Result<Ranks<CudaDevice>, EngineError> {
+        if config.kv_lora > MOST_LATENT || config.rope > MOST_ROPE {
+            let found = format!("{} and {}", config.kv_lora, config.rope);
+            let problem = format!(
+                "attention on GPUs holds latents of {MOST_LATENT} and rope parts of {MOST_ROPE}, found {found}"
+            );
+            return Err(EngineError::Device(DeviceError { rank: 0, site: LOADING, problem }));
+        }
         let groups = self.groups(tp)?;
         *self.made.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&groups[0]);
         let device = |rank: usize| {

@@ -95,8 +95,7 @@ impl Cubins {
     /// # Errors
     /// No NVRTC, a source that does not compile, a cache that cannot be written.
     pub fn get(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Vec<u8>, CubinError> {
-        let built = self.build(unit, ty, arch)?;
-        std::fs::read(&built.path).map_err(|source| CubinError::Io { path: built.path, source })
+        self.entry(unit, ty, arch).map(|(_, image)| image)
     }
 
     /// Makes sure that a module is in the cache.
@@ -104,6 +103,10 @@ impl Cubins {
     /// # Errors
     /// As [`Cubins::get`].
     pub fn build(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Built, CubinError> {
+        self.entry(unit, ty, arch).map(|(built, _)| built)
+    }
+
+    fn entry(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<(Built, Vec<u8>), CubinError> {
         let module = ty.map_or(unit.to_string(), |ty| format!("{unit}<{ty}>"));
         let missing = |path: String| CubinError::Source { path, dir: self.sources.clone().unwrap_or_default() };
         let found = Unit::named(unit).ok_or_else(|| missing(format!("{unit}.cu")))?;
@@ -113,22 +116,45 @@ impl Cubins {
         }
         .map_err(missing)?;
         let options = options(arch, ty.map(QuantType::name));
-        let path = self.cache.join(format!("{}.cubin", key(&source, &options)));
-        let log_path = path.with_extension("log");
-        if let (Ok(image), Ok(log)) = (std::fs::metadata(&path), std::fs::read_to_string(&log_path)) {
-            let (bytes, usage) = (image.len() as usize, Usage::parse(&log));
-            return Ok(Built { module, arch: arch.into(), path, cached: true, bytes, usage });
+        let key = key(&source, &options);
+        let version = nvrtc_version();
+        let named = version.map(|(major, minor)| self.cache.join(format!("{key}-{major}.{minor}.cubin")));
+        let built = |path: PathBuf, cached: bool, bytes: usize, log: &str| {
+            let (arch, usage) = (arch.to_string(), Usage::parse(log));
+            Built { module: module.clone(), arch, path, cached, bytes, usage }
+        };
+        // Without a compiler any compiler's cubin of this source will do.
+        if let Some(path) = named.clone().or_else(|| self.any(&key))
+            && let Some((image, log)) = read_whole(&path)
+        {
+            return Ok((built(path, true, image.len(), &log), image));
         }
-        if nvrtc_version().is_none() {
+        let Some(path) = named else {
             return Err(CubinError::NoNvrtc { module, arch: arch.into(), cache: self.cache.clone() });
-        }
+        };
         let failed = |log: String| CubinError::Compile { module: module.clone(), arch: arch.into(), log };
         let (image, log) = compile(&source, unit, &options).map_err(failed)?;
+        let reported = Usage::parse(&log);
+        if let Some(lost) = found.kernels.iter().find(|k| !reported.iter().any(|u| u.kernel == **k)) {
+            return Err(failed(format!(
+                "expected the kernel {lost}, which the manifest names; it is not in {unit}.cu"
+            )));
+        }
         std::fs::create_dir_all(&self.cache).map_err(|source| CubinError::Io { path: self.cache.clone(), source })?;
-        // The log first: a cubin without its log is compiled again.
-        write_whole(&log_path, log.as_bytes())?;
+        write_whole(&path.with_extension("log"), format!("{}\n{log}", digest(&image)).as_bytes())?;
         write_whole(&path, &image)?;
-        Ok(Built { module, arch: arch.into(), path, cached: false, bytes: image.len(), usage: Usage::parse(&log) })
+        Ok((built(path, false, image.len(), &log), image))
+    }
+
+    /// A cubin of this key, by any compiler.
+    fn any(&self, key: &str) -> Option<PathBuf> {
+        let entries = std::fs::read_dir(&self.cache).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+        let mut found: Vec<PathBuf> = entries
+            .filter(|path| path.extension().is_some_and(|e| e == "cubin"))
+            .filter(|path| path.file_stem().is_some_and(|stem| stem.to_string_lossy().starts_with(key)))
+            .collect();
+        found.sort();
+        found.pop()
     }
 }
 
@@ -142,11 +168,25 @@ fn key(source: &str, options: &[String]) -> String {
     hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
+fn digest(image: &[u8]) -> String {
+    Sha256::digest(image).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// A cubin of the cache and its compiler's log, whose first line is the cubin's digest. What is damaged is not there: the
+/// driver takes an image without its length.
+fn read_whole(path: &Path) -> Option<(Vec<u8>, String)> {
+    let (image, text) = (std::fs::read(path).ok()?, std::fs::read_to_string(path.with_extension("log")).ok()?);
+    let (first, log) = text.split_once('\n')?;
+    (digest(&image) == first && !Usage::parse(log).is_empty()).then(|| (image, log.to_string()))
+}
+
 /// Writes beside the place and moves it there: a reader sees the whole file or none.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), CubinError> {
-    let beside = path.with_extension(format!("{}.{:?}.part", std::process::id(), std::thread::current().id()));
+    // Processes of several containers may have the same number, so the time is in the name, and a name is taken once.
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+    let beside = path.with_extension(format!("{now}-{}-{:?}.part", std::process::id(), std::thread::current().id()));
     let write = || -> std::io::Result<()> {
-        let mut file = std::fs::File::create(&beside)?;
+        let mut file = std::fs::File::create_new(&beside)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         std::fs::rename(&beside, path)

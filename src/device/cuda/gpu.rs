@@ -19,7 +19,10 @@ use crate::quant::QuantType;
 pub enum GpuError {
     #[error("no NVIDIA driver: libcuda.so was not found. Install the driver, or run with --device cpu")]
     NoDriver,
-    #[error("GPU {ordinal}: expected one of the {found} GPUs of this machine (0 to {})", found - 1)]
+    #[error("the NVIDIA driver is too old: expected one for CUDA {} or later, found one for CUDA {}. Install a newer one, or \
+             run with --device cpu", cuda(*expected), cuda(*found))]
+    OldDriver { expected: i32, found: i32 },
+    #[error("GPU {ordinal}: expected one of the {found} GPUs of this machine (0 to {})", found.saturating_sub(1))]
     NoSuchGpu { ordinal: usize, found: usize },
     #[error("{what}: {error}")]
     Driver { what: String, error: String },
@@ -35,6 +38,14 @@ pub enum GpuError {
     Cubin(#[from] CubinError),
 }
 
+/// The oldest driver that has every call used here, by the CUDA version that it was made for.
+const OLDEST: i32 = 12_080;
+
+/// 12080 as 12.8.
+fn cuda(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
 /// A driver call that failed, with what it was for.
 pub(crate) fn at(what: impl Into<String>) -> impl FnOnce(DriverError) -> GpuError {
     move |e| GpuError::Driver { what: what.into(), error: describe(e) }
@@ -44,6 +55,9 @@ fn describe(e: DriverError) -> String {
     let text = e.error_string().map(|s| s.to_string_lossy().into_owned());
     format!("{} ({:?})", text.unwrap_or_else(|_| "unknown CUDA error".into()), e.0)
 }
+
+/// Bytes of shared memory that a block has without asking.
+const PLAIN_SHARED: u32 = 48 << 10;
 
 /// How long the host waits for a stream. The longest legitimate step is a long prefill chunk.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
@@ -108,6 +122,12 @@ pub fn count() -> Result<usize, GpuError> {
     // SAFETY: only asks whether the library can be loaded.
     if !unsafe { sys::is_culib_present() } {
         return Err(GpuError::NoDriver);
+    }
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(at("asking for the driver's version"))?;
+    if version < OLDEST {
+        return Err(GpuError::OldDriver { expected: OLDEST, found: version });
     }
     let count = CudaContext::device_count().map_err(at("counting GPUs"))?;
     Ok(usize::try_from(count).unwrap_or(0))
@@ -189,6 +209,15 @@ impl Gpu {
         args: &[&dyn Arg],
     ) -> Result<(), GpuError> {
         let function = self.function((unit, ty, kernel), args)?;
+        if launch.shared > PLAIN_SHARED {
+            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to this context. A size that the GPU does not have is refused.
+            unsafe { sys::cuFuncSetAttribute(function, most, launch.shared as i32) }.result().map_err(at(format!(
+                "giving {} {} bytes of shared memory",
+                full_name(kernel, ty),
+                launch.shared
+            )))?;
+        }
         let mut params: Vec<*mut c_void> = args.iter().map(|a| a.address()).collect();
         let Launch { grid, block, shared } = launch;
         // SAFETY: the function belongs to this context, and its parameters have the sizes of `args`, which live until the
@@ -230,7 +259,7 @@ impl Gpu {
             Some(module) => *module,
             None => {
                 let image = self.cubins.get(unit, ty, &self.arch)?;
-                // SAFETY: the image is a whole cubin, made by NVRTC or read from the cache under its content's name.
+                // SAFETY: the image is a whole cubin, made by NVRTC or read from the cache and compared with its digest.
                 let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                     .map_err(at(format!("loading the module of {name} for {}", self.arch)))?;
                 loaded.modules.insert((unit, ty), module);

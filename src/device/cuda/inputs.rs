@@ -27,7 +27,7 @@ pub struct CudaInputs {
     tokens: usize,
     sequences: usize,
     pages: usize,
-    /// Tokens chosen by the last steps, `[RING][MOST_RECORDED]`, and how many steps have chosen.
+    /// Tokens chosen by the last steps, `[RING][rows of the step]`, and how many steps have chosen.
     chosen: Memory,
     /// The same on the host, with an event for each.
     posts: Posts,

@@ -186,6 +186,9 @@ impl<D: Device> Collective<FaultyDevice<D>> for FaultyCollective<D> {
         }
         self.0.all_reduce(rank, site, &device.inner, buf, n, width)
     }
+    fn share_best(&self, rank: usize, site: Site, device: &FaultyDevice<D>, n: usize) -> Result<(), CommError> {
+        self.0.share_best(rank, site, &device.inner, n)
+    }
     fn abort(&self, reason: &str) {
         self.0.abort(reason);
     }
@@ -354,6 +357,20 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn add(&self, site: Site, x: &mut D::Buf, y: &D::Buf, width: usize, n: usize) -> Done {
         self.inner.add(site, x, y, width, n)
+    }
+    fn add_norm(
+        &self,
+        site: Site,
+        residual: &mut D::Buf,
+        delta: &D::Buf,
+        w: &D::Buf,
+        eps: f32,
+        width: usize,
+        n: usize,
+        out: &mut D::Buf,
+    ) -> Done {
+        self.inner.add_norm(site, residual, delta, w, eps, width, n, out)?;
+        self.after(site, out, n, 0..width)
     }
     fn append(
         &self,

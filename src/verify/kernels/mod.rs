@@ -148,7 +148,7 @@ fn shapes(subject: &Subject) -> (BTreeSet<Shape>, BTreeSet<Shape>) {
                 Err(_) => continue, // the stages file and weights say so
             },
         };
-        for rank in [0, tp - 1] {
+        for rank in 0..tp {
             let slice = plan.slice(param, ty.block(), rank);
             let (rows, cols) = (slice.rows.len(), slice.covered.len());
             let rows = if rows > MOST_ROWS + 64 { MOST_ROWS + rows % 64 } else { rows };

@@ -10,6 +10,7 @@ pub mod generate;
 pub mod kv;
 mod listener;
 mod rank;
+mod room;
 pub mod sampler;
 pub mod scheduler;
 mod step;
@@ -23,7 +24,7 @@ pub use backend::{Backend, CpuBackend};
 use batch::Batch;
 use kv::{CacheFull, KvPool, PAGE};
 use rank::RankThread;
-pub use step::Room;
+pub use room::Room;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::comm::{Collective, CommError, Solo, Threads};

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::batch::Batch;
-use super::step::{Ended, Forward, Room};
+use super::room::Room;
+use super::step::{Ended, Forward};
 use super::weights::Weights;
 use super::{Attention, EngineError};
 use crate::checkpoint::Checkpoint;

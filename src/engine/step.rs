@@ -6,8 +6,9 @@
 
 use std::ops::Range;
 
-use super::batch::{Batch, Token};
+use super::batch::Batch;
 use super::listener::{Halt, Listener};
+use super::room::Room;
 use super::weights::{Ffn, Layer, VectorId, Weights};
 use super::{Attention, EngineError};
 use crate::comm::Collective;
@@ -15,21 +16,6 @@ use crate::device::{CacheShape, Device, Heads, Site, StepShape};
 use crate::model::{Config, Param};
 use crate::probe::{Data, Point, Probe};
 use crate::shard::ShardPlan;
-
-/// How much a rank can hold at once.
-#[derive(Clone, Copy, Debug)]
-pub struct Room {
-    /// Tokens of one step.
-    pub tokens: usize,
-    /// Sequences of one step.
-    pub sequences: usize,
-    /// Rows of logits of one step.
-    pub logits: usize,
-    /// Cache pages.
-    pub pages: usize,
-    /// Tokens per page.
-    pub page: usize,
-}
 
 /// Where a rank's ends of a fused projection lie, in columns of its buffer.
 struct Columns {
@@ -176,7 +162,7 @@ impl<D: Device> Forward<D> {
         batch: &Batch,
         probe: Option<&mut (dyn Probe + 'static)>,
     ) -> Result<Ended, EngineError> {
-        self.check(batch)?;
+        self.room.check(&self.config, batch)?;
         let shape = self.device.shape(&self.inputs, batch, probe.is_some());
         self.device.set_inputs(&mut self.inputs, batch, shape)?;
         if !self.give(comm, shape, probe)? {
@@ -251,39 +237,6 @@ impl<D: Device> Forward<D> {
     /// A parameter that the rank does not hold.
     pub fn read_cols(&self, param: Param) -> Result<crate::device::Columns, EngineError> {
         self.weights.columns(&self.device, param, param.kind.shape(&self.config)[0])
-    }
-
-    /// Refuses what does not fit, before the first meeting: every rank comes to the same conclusion.
-    fn check(&self, batch: &Batch) -> Result<(), EngineError> {
-        let bad = |what, most: usize, found: usize| Err(EngineError::Room { what, most, found });
-        let (room, c) = (&self.room, &self.config);
-        if batch.tokens.is_empty() || batch.tokens.len() > room.tokens {
-            return bad("tokens in a step (at least one)", room.tokens, batch.tokens.len());
-        }
-        if batch.tables.len() > room.sequences {
-            return bad("sequences in a step", room.sequences, batch.tables.len());
-        }
-        if batch.logits.len() > room.logits {
-            return bad("rows of logits", room.logits, batch.logits.len());
-        }
-        if let Some(token) = batch.tokens.iter().find(|t| t.id as usize >= c.vocab) {
-            return bad("token id", c.vocab - 1, token.id as usize);
-        }
-        if let Some(token) = batch.tokens.iter().find(|t| t.sequence as usize >= batch.tables.len()) {
-            return bad("sequence of a token", batch.tables.len(), token.sequence as usize);
-        }
-        let short = |t: &&Token| (t.position as usize) >= batch.tables[t.sequence as usize].len() * room.page;
-        if let Some(token) = batch.tokens.iter().find(short) {
-            let pages = batch.tables[token.sequence as usize].len();
-            return bad("position of a token in the pages of its sequence", pages * room.page, token.position as usize);
-        }
-        if let Some(page) = batch.tables.iter().flatten().find(|p| **p as usize >= room.pages) {
-            return bad("page of a sequence", room.pages - 1, *page as usize);
-        }
-        if let Some(row) = batch.logits.iter().find(|r| **r as usize >= batch.tokens.len()) {
-            return bad("row of logits", batch.tokens.len() - 1, *row as usize);
-        }
-        Ok(())
     }
 
     fn forward(&mut self, comm: &dyn Collective<D>, shape: StepShape, probe: &mut Listener<'_>) -> Result<(), Halt> {

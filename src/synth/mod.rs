@@ -104,6 +104,8 @@ pub enum SynthError {
     Spec { what: &'static str, expected: String, found: String },
     #[error("{}: expected a path where nothing is yet, found a file or folder", path.display())]
     Exists { path: PathBuf },
+    #[error("{}: another run is writing it, or one was stopped; remove it if none runs", path.display())]
+    Left { path: PathBuf },
     #[error("{}: cannot {doing}: {source}", path.display())]
     Io { path: PathBuf, doing: &'static str, source: std::io::Error },
 }

@@ -99,7 +99,7 @@ impl Part {
         let part = part_name(path);
         match File::create_new(&part) {
             Ok(file) => Ok((Part(part), file)),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(SynthError::Exists { path: part }),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(SynthError::Left { path: part }),
             Err(source) => Err(SynthError::Io { path: part, doing: "create", source }),
         }
     }

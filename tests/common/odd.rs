@@ -1,6 +1,7 @@
 //! Engines that break one promise each: a device and a collective around the plain ones.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use lockstep::comm::{Collective, CommError, Solo, Threads};
 use lockstep::device::cpu::CpuDevice;
 use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use lockstep::engine::batch::Batch;
+use lockstep::engine::sampler::greedy;
 use lockstep::engine::{Engine, EngineError, Options};
 use lockstep::model::Config;
 use lockstep::shard::TpPlan;
@@ -19,6 +21,8 @@ use lockstep::verify::Engines;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fault {
     None,
+    /// Nothing: the device chooses the next tokens itself and runs ahead of the host, as GPUs do. At tp 1.
+    RunsAhead,
     /// q_a of layer 2 is larger by this share in steps of more than 8 tokens.
     DependsOnRows(f32),
     /// attn.out of layer 1 on rank 0: the first value is a little larger in every second call.
@@ -51,7 +55,14 @@ pub fn odd(fault: Fault) -> OddEngines {
 impl Engines for OddEngines {
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
         let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
-        let device = |rank| Odd { inner: CpuDevice::new(rank), rank, fault: self.fault, calls: Cell::new(0) };
+        let device = |rank| Odd {
+            inner: CpuDevice::new(rank),
+            rank,
+            fault: self.fault,
+            calls: Cell::new(0),
+            best: RefCell::default(),
+            posts: RefCell::default(),
+        };
         let comm: Arc<dyn Collective<Odd>> = match tp {
             1 => Arc::new(Solo),
             _ => Arc::new(OddComm { inner: Threads::new(tp, Duration::from_secs(60)), fault: self.fault }),
@@ -101,6 +112,9 @@ pub struct Odd {
     rank: usize,
     fault: Fault,
     calls: Cell<usize>,
+    /// While it runs ahead: the best token of each row, and what was chosen and not taken yet.
+    best: RefCell<Vec<u32>>,
+    posts: RefCell<VecDeque<Vec<u32>>>,
 }
 
 type Buf = <CpuDevice as Device>::Buf;
@@ -147,6 +161,31 @@ impl Device for Odd {
     }
     fn inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<Batch, DeviceError> {
         self.inner.inputs(tokens, sequences, pages)
+    }
+    fn shape(&self, inputs: &Batch, batch: &Batch, listened: bool) -> StepShape {
+        StepShape { ahead: batch.ahead, ..self.inner.shape(inputs, batch, listened) }
+    }
+    fn runs_ahead(&self) -> usize {
+        if self.fault == Fault::RunsAhead { 4 } else { 0 }
+    }
+    fn best(&self, _: Site, logits: &Buf, first: usize, width: usize, n: usize) -> Done {
+        let rows = self.inner.read(logits, n, 0..width)?;
+        *self.best.borrow_mut() = rows.chunks_exact(width).map(|row| first as u32 + greedy(row)).collect();
+        Ok(())
+    }
+    fn advance(&self, _: Site, inputs: &mut Batch, _: usize, n: usize) -> Done {
+        for (token, id) in inputs.tokens.iter_mut().take(n).zip(self.best.borrow().iter()) {
+            token.id = *id;
+            token.position += 1;
+        }
+        Ok(())
+    }
+    fn post(&self, _: Site, _: &mut Batch, n: usize) -> Done {
+        self.posts.borrow_mut().push_back(self.best.borrow()[..n].to_vec());
+        Ok(())
+    }
+    fn posted(&self, _: Site, _: &mut Batch) -> Result<Vec<u32>, DeviceError> {
+        Ok(self.posts.borrow_mut().pop_front().expect("a step that was given ahead"))
     }
     fn set_inputs(&self, inputs: &mut Batch, batch: &Batch, shape: StepShape) -> Done {
         self.inner.set_inputs(inputs, batch, shape)

@@ -231,3 +231,33 @@ fn compile(source: &str, name: &str, options: &[String]) -> Result<(Vec<u8>, Str
         image.map(|image| (image, log))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOG: &str = "ptxas info    : Compiling entry function 'advance' for 'sm_90a'\n";
+
+    #[test]
+    fn what_is_damaged_is_not_in_the_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.cubin");
+        let image = b"a cubin".to_vec();
+        write_whole(&path.with_extension("log"), format!("{}\n{LOG}", digest(&image)).as_bytes()).unwrap();
+        assert!(read_whole(&path).is_none(), "a log without its cubin");
+        write_whole(&path, &image).unwrap();
+        assert_eq!(read_whole(&path), Some((image.clone(), LOG.to_string())));
+        std::fs::write(&path, &image[..3]).unwrap();
+        assert!(read_whole(&path).is_none(), "a cubin that was cut off");
+        std::fs::write(&path, &image).unwrap();
+        std::fs::write(path.with_extension("log"), format!("{}\n", digest(&image))).unwrap();
+        assert!(read_whole(&path).is_none(), "a log that names no kernel says nothing of spills");
+    }
+
+    #[test]
+    fn a_key_holds_source_and_options_and_where_they_part() {
+        let options = |o: &[&str]| o.iter().map(|o| (*o).to_string()).collect::<Vec<_>>();
+        assert_ne!(key("ab", &options(&["c"])), key("a", &options(&["bc"])));
+        assert_ne!(key("a", &options(&["b", "c"])), key("a", &options(&["bc"])));
+    }
+}

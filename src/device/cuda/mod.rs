@@ -13,7 +13,9 @@ mod inputs;
 mod load;
 pub mod memory;
 mod ops;
+mod params;
 pub mod peer;
+mod pieces;
 pub mod profile;
 mod weight;
 
@@ -28,7 +30,7 @@ use gpu::{Arg, Gpu, GpuError, args};
 use group::Group;
 pub use inputs::CudaInputs;
 use memory::{Arena, Memory, Ring};
-pub(crate) use ops::{IndexQueries, Queries, Ranks, Router, router};
+pub(crate) use params::{IndexQueries, Queries, Ranks, Router, router};
 use profile::Profile;
 pub use weight::CudaWeight;
 pub(crate) use weight::Matrix;

@@ -2,213 +2,23 @@
 
 use std::ops::Range;
 
-use lockstep_kernels::geometry::{self, GEMV_ROWS, Launch, MOST_LATENT, MOST_ROPE, TILE};
+use lockstep_kernels::geometry::{self, GEMV_ROWS, Launch, MOST_LATENT, MOST_ROPE};
 
 use super::group::Next;
 use super::inputs::MOST_RECORDED;
 use super::memory::Memory;
-use super::weight::{Matrix, Part};
-use super::{
-    Arg, CudaBuf, CudaCache, CudaDevice, CudaIndex, CudaInputs, CudaWeight, LOADING, RopeTable, Rows, args, heads_at,
-};
-use crate::comm::timed::ALL_REDUCE;
+use super::params::{IndexQueries, Queries, router};
+use super::weight::Matrix;
+use super::{Arg, CudaBuf, CudaCache, CudaDevice, CudaIndex, CudaInputs, CudaWeight, LOADING, Rows, heads_at};
 use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
 use crate::engine::batch::Batch;
-use crate::model::{Config, Gating};
+use crate::model::Config;
 
-/// Queries of attention, as its kernels take them.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct Queries {
-    pub latent: u64,
-    pub latent_row: i64,
-    pub latent_start: i32,
-    pub latent_stride: i32,
-    pub latent_width: i32,
-    pub rope: u64,
-    pub rope_row: i64,
-    pub rope_start: i32,
-    pub rope_stride: i32,
-    pub rope_width: i32,
-    pub heads: i32,
-}
+/// Threads per row of a norm.
+const NORM_THREADS: u32 = 512;
 
-/// Queries of the indexer, as its kernels take them.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct IndexQueries {
-    pub q: u64,
-    pub q_row: i64,
-    pub start: i32,
-    pub stride: i32,
-    pub width: i32,
-    pub heads: i32,
-    pub weights: u64,
-    pub w_row: i64,
-}
-
-/// The router's constants, as its kernels take them.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct Router {
-    pub experts: i32,
-    pub used: i32,
-    pub groups: i32,
-    pub groups_used: i32,
-    pub softmax: i32,
-    pub normalise: i32,
-    pub factor: f32,
-}
-
-/// Addresses of all ranks' buffers.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct Ranks {
-    pub at: [u64; crate::comm::shared_gpu::MOST_RANKS],
-}
-
-args!(Queries, IndexQueries, Router, Ranks);
-
-type Done = Result<(), DeviceError>;
-
-/// The router's constants of a model.
-pub(crate) fn router(c: &Config) -> Router {
-    Router {
-        experts: c.experts as i32,
-        used: c.experts_used as i32,
-        groups: c.groups as i32,
-        groups_used: c.groups_used as i32,
-        softmax: i32::from(c.gating == Gating::Softmax),
-        normalise: i32::from(c.expert_norm),
-        factor: c.expert_scale,
-    }
-}
-
-impl CudaDevice {
-    /// Address and row of a buffer, for collectives.
-    pub(crate) fn place(&self, buf: &CudaBuf) -> (u64, i64) {
-        (buf.at(0), buf.row())
-    }
-
-    /// Where ranks leave their best logits, and the bytes of each rank's place.
-    pub(crate) fn best_pairs(&self) -> Result<(u64, usize), super::GpuError> {
-        Ok((self.group.pairs()?, super::group::PAIRS))
-    }
-
-    /// The sum of all ranks' rows, to all of them.
-    pub(crate) fn sum_ranks(&self, site: Site, addresses: &[u64], row: i64, width: usize, n: usize) -> Done {
-        let mut ranks = Ranks { at: [0; crate::comm::shared_gpu::MOST_RANKS] };
-        ranks.at[..addresses.len()].copy_from_slice(addresses);
-        let (tp, width, rows) = (addresses.len() as i32, width as i32, n as i32);
-        let site = Site { op: ALL_REDUCE, ..site };
-        self.each(site, "sum_ranks", n * width as usize, &[&ranks, &tp, &row, &width, &rows])
-    }
-
-    /// One part times `n` rows of `groups` groups: matrix `g` of the stack for group `g`.
-    fn product(&self, site: Site, part: &Part, x: Rows, y: Rows, n: usize, groups: usize) -> Done {
-        if n == 0 || part.rows == 0 || groups == 0 {
-            return Ok(());
-        }
-        let x = self.widened(site, part, x, n, groups)?;
-        let (matrix, rows, recipe) = (part.matrix(), n as i32, self.rounds(site));
-        let kernel = match n {
-            1 => "gemv_1",
-            2 => "gemv_2",
-            3..=4 => "gemv_4",
-            5..=GEMV_ROWS => "gemv_8",
-            _ => "gemm",
-        };
-        let launch = match n {
-            ..=GEMV_ROWS => geometry::gemv(part.rows, groups),
-            _ => geometry::gemm(part.rows, n, groups),
-        };
-        let bytes = groups * part.matrix_bytes();
-        self.launch(site, "matmul", Some(part.ty), kernel, launch, bytes, &[&matrix, &x, &y, &rows, &recipe])
-    }
-
-    /// Rows as a part's covering blocks want them: the rank's own columns, zeros around them.
-    fn widened(&self, site: Site, part: &Part, x: Rows, n: usize, groups: usize) -> Result<Rows, DeviceError> {
-        if part.is_aligned() {
-            return Ok(x);
-        }
-        let wide = n * groups * part.covered;
-        let at = self.scratch(site, "wide", 4 * wide)?;
-        let (width, from, covered) = (part.cols.len() as i32, part.cols.start as i32, part.covered as i32);
-        let (g, rows) = (groups as i32, n as i32);
-        self.each(site, "widen", wide, &[&x.at, &x.row, &x.group, &g, &width, &from, &at, &covered, &rows])?;
-        Ok(Rows { at, row: (groups * part.covered) as i64, group: part.covered as i64 })
-    }
-
-    /// One part times the rows of the slots' experts; many slots are sorted by expert first, see [`CudaDevice::sorted`].
-    #[allow(clippy::too_many_arguments)] // as the kernels
-    fn slots(
-        &self,
-        site: Site,
-        part: &Part,
-        ids: &CudaIndex,
-        sorted: Option<(u64, u64, usize)>,
-        slots: usize,
-        x: Rows,
-        y: Rows,
-        n: usize,
-    ) -> Done {
-        let (matrix, stack, count, recipe) = (part.matrix(), part.stack as i32, slots as i32, self.rounds(site));
-        let bytes = n * slots * part.matrix_bytes();
-        match sorted {
-            None => {
-                let (ids, launch) = (ids.memory.address(), geometry::gemv(part.rows, n * slots));
-                let args: [&dyn Arg; 7] = [&matrix, &stack, &ids, &count, &x, &y, &recipe];
-                self.launch(site, "matmul", Some(part.ty), "gemv_slots", launch, bytes, &args)
-            }
-            Some((tiles, order, most)) => {
-                let launch = Launch { grid: (part.rows.div_ceil(TILE) as u32, most as u32, 1), block: 256, shared: 0 };
-                let args: [&dyn Arg; 7] = [&matrix, &tiles, &order, &count, &x, &y, &recipe];
-                let bytes = bytes.min(part.stack * part.matrix_bytes());
-                self.launch(site, "matmul", Some(part.ty), "gemm_slots", launch, bytes, &args)
-            }
-        }
-    }
-
-    /// Slots by expert, where there are many: addresses of the tiles and of the order, and the most tiles there can be.
-    fn sorted(
-        &self,
-        site: Site,
-        ids: &CudaIndex,
-        slots: usize,
-        n: usize,
-        experts: usize,
-    ) -> Result<Option<(u64, u64, usize)>, DeviceError> {
-        if n <= GEMV_ROWS {
-            return Ok(None);
-        }
-        let most = geometry::most_tiles(n * slots, experts);
-        let order = self.scratch(site, "order", 4 * n * slots)?;
-        let tiles = self.scratch(site, "tiles", 12 * most)?;
-        let launch = Launch { grid: (1, 1, 1), block: 1024, shared: 8 * (experts as u32 + 1) };
-        let (ids, count, e) = (ids.memory.address(), (n * slots) as i32, experts as i32);
-        let (tile, most_tiles) = (TILE as i32, most as i32);
-        self.launch(site, "router", None, "group", launch, 0, &[&ids, &count, &e, &tile, &order, &tiles, &most_tiles])?;
-        Ok(Some((tiles, order, most)))
-    }
-
-    /// Reads the table of angles, made at its first use for every position that the cache can hold.
-    fn angles(&self, site: Site, base: f64, width: usize, positions: usize) -> Result<u64, DeviceError> {
-        let made_for = (base.to_bits(), width, positions);
-        let mut rope = self.rope.borrow_mut();
-        if let Some(table) = rope.as_ref().filter(|t| t.made_for == made_for) {
-            return Ok(table.memory.address());
-        }
-        let count = positions * width / 2;
-        let memory = Memory::new(&self.gpu, 8 * count).map_err(|e| self.error(site, e))?;
-        let address = memory.address();
-        let (p, w) = (positions as i32, width as i32);
-        self.each(site, "rope_table", count, &[&address, &p, &w, &base])?;
-        if let Some(old) = rope.replace(RopeTable { made_for, memory }) {
-            self.outgrown.borrow_mut().push(old.memory);
-        }
-        Ok(address)
-    }
-}
+/// Where a whole step begins and ends, for errors.
+const STEP: Site = Site { layer: None, op: "step" };
 
 impl Device for CudaDevice {
     type Buf = CudaBuf;
@@ -735,29 +545,5 @@ impl Device for CudaDevice {
         let experts = part.stack as i32;
         let args: [&dyn Arg; 9] = [&rows, &chosen, &experts, &count, &w, &by, &w_row, &y, &row];
         self.launch(site, "router", None, "combine_slots", launch, 0, &args)
-    }
-}
-
-/// Threads per row of a norm.
-const NORM_THREADS: u32 = 512;
-
-/// Where a whole step begins and ends, for errors.
-const STEP: Site = Site { layer: None, op: "step" };
-
-impl CudaDevice {
-    /// SwiGLU of groups side by side.
-    #[allow(clippy::too_many_arguments)] // as the kernel
-    fn gated(
-        &self,
-        site: Site,
-        x: Rows,
-        groups: usize,
-        width: usize,
-        out: &mut CudaBuf,
-        out_start: usize,
-        n: usize,
-    ) -> Done {
-        let (g, w, to, row, rows) = (groups as i32, width as i32, out.at(out_start), out.row(), n as i32);
-        self.each(site, "swiglu", n * groups * width, &[&x.at, &x.row, &x.group, &g, &w, &to, &row, &rows])
     }
 }

@@ -258,7 +258,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("m.gguf");
         let (part, _) = Part::create(&path).expect("a file");
-        assert!(matches!(Part::create(&path), Err(SynthError::Exists { .. })), "another run's");
+        assert!(matches!(Part::create(&path), Err(SynthError::Left { .. })), "another run's");
         drop(part);
         assert!(!part_name(&path).exists());
         let (part, _) = Part::create(&path).expect("a file");

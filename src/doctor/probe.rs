@@ -72,6 +72,10 @@ pub(super) struct Tally {
 }
 
 impl Tally {
+    /// A count of zero.
+    ///
+    /// # Errors
+    /// A GPU without any memory left.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, GpuError> {
         Ok(Tally { gpu: gpu.clone(), memory: Memory::new(gpu, 16)? })
     }

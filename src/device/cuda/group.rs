@@ -101,7 +101,6 @@ impl Group {
 
     /// Replays the step if it is recorded, starts recording if it has been run once.
     pub(super) fn begin(&self, rank: usize, site: Site, shape: StepShape) -> Result<Next, CommError> {
-        let mut next = Next::Run;
         self.meeting.wait(rank, site, || {
             let mut steps = self.steps();
             let text = |e: cudarc::driver::DriverError| format!("recording a step: {e:?}");
@@ -124,10 +123,8 @@ impl Group {
         })?;
         // The map does not change before the ranks' next meeting.
         let steps = self.steps();
-        if steps.recording.is_none() && steps.known.get(&shape).is_some_and(Option::is_some) {
-            next = Next::Replayed;
-        }
-        Ok(next)
+        let replayed = steps.recording.is_none() && steps.known.get(&shape).is_some_and(Option::is_some);
+        Ok(if replayed { Next::Replayed } else { Next::Run })
     }
 
     /// Ends what `begin` began: a recording is closed, kept and run.

@@ -100,13 +100,12 @@ pub struct Arena {
     gpu: Arc<Gpu>,
     chunk: Option<Arc<Memory>>,
     used: usize,
-    total: usize,
 }
 
 impl Arena {
     /// An empty arena.
     pub fn new(gpu: &Arc<Gpu>) -> Self {
-        Arena { gpu: gpu.clone(), chunk: None, used: 0, total: 0 }
+        Arena { gpu: gpu.clone(), chunk: None, used: 0 }
     }
 
     /// `bytes` bytes: the memory that they lie in, and their address.
@@ -122,18 +121,12 @@ impl Arena {
         }
         // A small rest is worth less than a chunk of the right size for a large tensor.
         let chunk = Arc::new(Memory::new(&self.gpu, bytes.max(CHUNK))?);
-        self.total += chunk.bytes();
         let address = chunk.address();
         if bytes < CHUNK {
             self.used = bytes;
             self.chunk = Some(chunk.clone());
         }
         Ok((chunk, address))
-    }
-
-    /// Bytes taken from the GPU.
-    pub fn total(&self) -> usize {
-        self.total
     }
 }
 

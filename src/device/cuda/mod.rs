@@ -156,16 +156,6 @@ impl CudaDevice {
         })
     }
 
-    /// Its GPU.
-    pub fn gpu(&self) -> &Arc<Gpu> {
-        &self.gpu
-    }
-
-    /// Its rank.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
     fn error(&self, site: Site, problem: impl std::fmt::Display) -> DeviceError {
         DeviceError { rank: self.rank, site, problem: problem.to_string() }
     }

@@ -57,6 +57,7 @@ impl Part {
         self.cols.len() == self.covered
     }
 
+    /// As kernels take it.
     pub fn matrix(&self) -> Matrix {
         Matrix { planes: self.address, blocks: self.blocks() as i64, rows: self.rows as i32, cols: self.covered as i32 }
     }

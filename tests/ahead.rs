@@ -124,6 +124,19 @@ fn who_goes_takes_no_token_of_the_others_along() {
 }
 
 #[test]
+fn what_is_drawn_is_the_same_and_a_filter_keeps_the_device_waiting() {
+    let drawn = |seed: u64| Sampling { temperature: 0.8, seed, ..Sampling::default() };
+    let with = |sampling: Sampling, i: usize| Request { sampling, ..request(i, 20, &[]) };
+    let requests = [with(drawn(1), 0), with(drawn(2), 1), request(2, 20, &[])];
+    let texts = assert_same(&requests, 3, &[], &[]);
+    let others = assert_same(&[with(drawn(3), 0), with(drawn(2), 1)], 2, &[], &[]);
+    assert_ne!(texts[&0], others[&0], "the seed does nothing");
+    assert_eq!(texts[&1], others[&1], "a neighbour's seed changes a text");
+    let filtered = with(Sampling { top_p: 0.8, ..drawn(4) }, 1);
+    assert_same(&[with(drawn(1), 0), filtered], 2, &[], &[]);
+}
+
+#[test]
 fn a_sequence_runs_to_the_end_of_its_context() {
     let checkpoint = open(GLM5_NANO);
     let context = checkpoint.config().context.min(4096);

@@ -274,7 +274,7 @@ fn prompts_that_cannot_be_run_are_errors_and_the_engine_goes_on() {
             tokens,
             tables,
             logits,
-            ahead: false,
+            ahead: Vec::new(),
         };
         for bad in [
             batch(vec![], vec![vec![0]], vec![]),
@@ -350,7 +350,7 @@ fn misbehave(instead: Instead, timeout: Duration) -> (EngineError, Duration) {
         tokens: vec![Token { id: 5, position: 0, sequence: 0 }],
         tables: vec![vec![0]],
         logits: vec![0],
-        ahead: false,
+        ahead: Vec::new(),
     };
     let error = engine.step(batch(), Vec::new()).expect_err("the step fails");
     let took = start.elapsed();

@@ -118,9 +118,9 @@ fn gpu_chat_turns_are_those_of_the_cpu_engine() {
 #[test]
 fn gpu_text_is_that_of_the_cpu() {
     let Some(_gpu) = gpu() else { return };
-    for tp in ["1", "8"] {
+    for (tp, temperature) in [("1", "0"), ("8", "0"), ("1", "1.5"), ("8", "1.5")] {
         let generate = |device: &str| {
-            let args = ["Genesis 1:1", "--tp", tp, "--device", device, "--json"];
+            let args = ["Genesis 1:1", "--tp", tp, "--temperature", temperature, "--device", device, "--json"];
             json(&run(&mut with_model("generate", NANO, &args)).exits(0))
         };
         let (ours, theirs) = (generate("cuda:0"), generate("cpu"));

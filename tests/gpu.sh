@@ -51,6 +51,19 @@ named() {
     line "$name" $code $((SECONDS - start)) "$found"
 }
 
+# drawn NAME DEVICE TP SEED: a text that is drawn with a temperature is the CPU's.
+drawn() {
+    local name=$1 start=$SECONDS code=1 found="OTHER TEXTS" device
+    for device in cpu "$2"; do
+        timeout -k 5 90 "$lockstep" generate "Genesis 1:1" -m "$nano" --device "$device" --tp "$3" --temperature 1.5 \
+            --seed "$4" -n 64 --json 2>> "$out/$name.log" | sed -n '/^  "ids"/,/^  \]/p' > "$out/$name.$device"
+    done
+    if [ -s "$out/$name.cpu" ] && cmp -s "$out/$name.cpu" "$out/$name.$2"; then
+        code=0 found="$(grep -c '[0-9]' "$out/$name.cpu") tokens as on the CPU"
+    fi
+    line "$name" $code $((SECONDS - start)) "$found"
+}
+
 # mutant NAME FILE SED: a kernel source that SED changes must fail the stage kernels.
 mutant() {
     local name="mutant-$1" start=$SECONDS code=1 found="NOT CAUGHT" folder="$out/mutant-$1.cu"
@@ -113,6 +126,7 @@ for recipe in strict fast; do
     check turns-$recipe run turns-$recipe 150 "$lockstep" verify logits -m "$nano" --device cuda:0 --tp 1 \
         --recipe $recipe --asks "$asks" --all --json
 done
+for tp in 1 2 8; do check drawn drawn drawn-tp$tp cuda:0 $tp $tp; done
 for tp in 2 8; do
     check bisect-tp$tp named cuda:0 SHARD_ORDER $tp blk.2.attn_qkv_a
     check bisect-tp$tp named cuda:0 KV_B_LAYOUT $tp blk.1.attn_k_b
@@ -148,6 +162,7 @@ if [ "$gpus" -gt 1 ]; then
         check multi-turns run multi-turns-$recipe 100 "$lockstep" verify logits -m "$nano" --device cuda --tp "$gpus" \
             --recipe $recipe --asks "$asks" --all --json
     done
+    check multi-drawn drawn multi-drawn cuda "$gpus" 4
     check multi-bisect named cuda SHARD_ORDER "$gpus" blk.2.attn_qkv_a
     check multi-bisect named cuda SHARD_PLACEMENT "$gpus" blk.1.attn_output
     check multi-bisect named cuda REDUCE_MISSED "$gpus" layers.1.attn.out

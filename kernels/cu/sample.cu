@@ -1,35 +1,54 @@
-// Greedy choice over a vocabulary that is split by rank, and the step's inputs for the next token. NaN never wins; ties go
-// to the lowest id. Moves: the logits once.
+// Choice of a token over a vocabulary that is split by rank, greedy or with a temperature, and the step's inputs for the
+// next one. NaN never wins; ties go to the lowest id. Moves: the logits once.
 #include "common/ptx.cuh"
 
 struct Best {
-    float logit;
+    float key;
     i32 id; // -1: none
 };
 
 static __device__ __forceinline__ Best better(Best a, Best b) {
     if (b.id < 0) return a;
-    if (a.id < 0 || b.logit > a.logit || (b.logit == a.logit && b.id < a.id)) return b;
+    if (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id)) return b;
     return a;
 }
 
-// The best of this rank's `width` logits of each row, whose first has id `first`; a block of whole warps per row.
-extern "C" __global__ void __launch_bounds__(1024) best_logit(const float *logits, i64 row, int width, int first, Best *out) {
+// Gumbel noise: draw `position * 2^32 + id` of splitmix64 (Steele, Lea and Flood 2014), taken as the middle of one of 2^52
+// parts of (0, 1).
+static __device__ double noise(u64 seed, i32 position, i32 id) {
+    const u64 draw = ((u64)(u32)position << 32 | (u32)id) + 1;
+    u64 z = seed + draw * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    const double uniform = ((double)((z ^ (z >> 31)) >> 12) + 0.5) / 4503599627370496.0;
+    return -log(-log(uniform));
+}
+
+// The choice among this rank's `width` logits of each row, whose first has id `first`: the largest logit where the
+// temperature is 0, else the largest logit / temperature + noise, which follows the softmax (Maddison, Tarlow and Minka
+// 2014). A block of whole warps per row; `seed` is [rows][2], the low half first.
+extern "C" __global__ void __launch_bounds__(1024)
+    best_logit(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
+               const i32 *position, Best *out) {
     __shared__ Best scratch[32];
-    const float *own = logits + blockIdx.x * row;
+    const int r = blockIdx.x;
+    const float *own = logits + r * row;
+    const double t = temperature[r];
+    const u64 s = (u64)seed[2 * r + 1] << 32 | seed[2 * r];
     Best top = {0.0f, -1};
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        if (!isnan(own[i])) top = better(top, {own[i], first + i});
+        const float key = t > 0 ? (float)(own[i] / t + noise(s, position[r], first + i)) : own[i];
+        if (!isnan(key)) top = better(top, {key, first + i});
     }
     for (int step = 16; step > 0; step >>= 1) {
-        const Best other = {__shfl_xor_sync(0xffffffffu, top.logit, step), __shfl_xor_sync(0xffffffffu, top.id, step)};
+        const Best other = {__shfl_xor_sync(0xffffffffu, top.key, step), __shfl_xor_sync(0xffffffffu, top.id, step)};
         top = better(top, other);
     }
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = top;
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int w = 1; w < (int)blockDim.x / 32; ++w) top = better(top, scratch[w]);
-        out[blockIdx.x] = top;
+        out[r] = top;
     }
 }
 

@@ -242,12 +242,20 @@ pub trait Device: Send + Sized + 'static {
     fn context(&self, _inputs: &Self::Inputs, longest: usize) -> usize {
         longest
     }
-    /// The best of this rank's logits in each of `n` rows: `width` of them, the first of token `first`. For devices that
-    /// run ahead.
-    fn best(&self, site: Site, _: &Self::Buf, _first: usize, _width: usize, _n: usize) -> Result<(), DeviceError> {
+    /// This rank's choice in each of `n` rows, as the inputs say ([`crate::engine::sampler::Draw`]), from its `width`
+    /// logits, of which the first is token `first`'s. For devices that run ahead.
+    fn best(
+        &self,
+        site: Site,
+        _logits: &Self::Buf,
+        _: &Self::Inputs,
+        _first: usize,
+        _width: usize,
+        _n: usize,
+    ) -> Result<(), DeviceError> {
         Err(self.cannot_run_ahead(site))
     }
-    /// The best over `ranks` ranks becomes each row's next token, in the inputs.
+    /// The best of `ranks` ranks' choices becomes each row's next token, in the inputs.
     fn advance(&self, site: Site, _: &mut Self::Inputs, _ranks: usize, _n: usize) -> Result<(), DeviceError> {
         Err(self.cannot_run_ahead(site))
     }

@@ -4,7 +4,6 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaGraph, DriverError};
 use serde_json::json;
 
@@ -142,15 +141,8 @@ impl Run<'_> {
 
     /// A recording of `times` sums.
     fn record(&self, rank: usize, address: u64, count: usize, times: usize) -> Result<CudaGraph, GpuError> {
-        let stream = self.gpus[rank].stream();
-        let what = || format!("recording {times} sums of {count} values");
-        // Relaxed: other ranks' threads do what they do in the meantime.
-        stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).map_err(at(what()))?;
-        let given = (0..times).try_for_each(|_| self.sum(rank, address, count));
-        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = stream.end_capture(flags).map_err(at(what()));
-        given?;
-        graph?.ok_or_else(|| GpuError::Driver { what: what(), error: "the recording is empty".into() })
+        let what = format!("{times} sums of {count} values");
+        self.gpus[rank].record(&what, || (0..times).try_for_each(|_| self.sum(rank, address, count)))
     }
 
     fn checked(&self, rank: usize) -> Result<Seen, GpuError> {

@@ -1,6 +1,8 @@
 //! One step's work as the host describes it: tokens of several sequences, each with its position, and where their keys
 //! lie in the paged cache.
 
+use super::sampler::Draw;
+
 /// A token to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
@@ -21,6 +23,6 @@ pub struct Batch {
     pub tables: Vec<Vec<u32>>,
     /// Rows of `tokens` whose logits are wanted, ascending.
     pub logits: Vec<u32>,
-    /// The device is to choose every row's next token itself (greedily), and to be ready to run on with it.
-    pub ahead: bool,
+    /// How the device is to choose each row's next token itself, to be ready to run on with it; empty: it is not to.
+    pub ahead: Vec<Draw>,
 }

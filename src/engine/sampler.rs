@@ -11,7 +11,7 @@ pub struct Sampling {
     pub top_p: f32,
     /// Drop what is less likely than this share of the most likely; 0 keeps all.
     pub min_p: f32,
-    /// Start of the random sequence.
+    /// Of the noise.
     pub seed: u64,
 }
 
@@ -21,73 +21,92 @@ impl Default for Sampling {
     }
 }
 
-/// A sampler with its random state. The n-th draw of a seed is the same everywhere.
-#[derive(Clone, Debug)]
-pub struct Sampler {
-    sampling: Sampling,
-    state: u64,
-}
-
-impl Sampler {
-    /// A sampler at the start of its sequence.
-    pub fn new(sampling: Sampling) -> Self {
-        Sampler { sampling, state: sampling.seed }
+impl Sampling {
+    /// How a device can choose with it from the logits of its own part of the vocabulary; `None` if a filter needs all.
+    pub fn draw(&self) -> Option<Draw> {
+        let filters = self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0;
+        let greedy = self.temperature <= 0.0;
+        (greedy || !filters).then_some(Draw { temperature: self.temperature, seed: self.seed })
     }
 
-    /// Chooses an id. Greedy ties go to the lowest id; NaN never wins.
-    pub fn sample(&mut self, logits: &[f32]) -> u32 {
-        if self.sampling.temperature <= 0.0 {
-            return greedy(logits);
-        }
-        let mut candidates: Vec<(u32, f32)> =
-            logits.iter().enumerate().filter(|(_, l)| l.is_finite()).map(|(i, l)| (i as u32, *l)).collect();
+    /// Chooses an id from the logits of the token at `position`. The same seed, position and logits give the same id,
+    /// whatever was chosen before. Ties go to the lowest id; NaN never wins.
+    pub fn choose(&self, position: u32, logits: &[f32]) -> u32 {
+        let draw = Draw { temperature: self.temperature, seed: self.seed };
+        let all = logits.iter().enumerate().map(|(id, logit)| (id as u32, *logit));
+        let best = if self.draw().is_some() { draw.best(position, all) } else { draw.best(position, self.kept(all)) };
+        best.map_or(0, |(_, id)| id)
+    }
+
+    /// What the filters keep, the most likely first.
+    fn kept(&self, all: impl Iterator<Item = (u32, f32)>) -> impl Iterator<Item = (u32, f32)> {
+        let mut candidates: Vec<(u32, f32)> = all.filter(|(_, logit)| logit.is_finite()).collect();
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        if self.sampling.top_k > 0 {
-            candidates.truncate(self.sampling.top_k);
+        if self.top_k > 0 {
+            candidates.truncate(self.top_k);
         }
-        let Some(most) = candidates.first().map(|c| c.1) else { return greedy(logits) };
-        let weights: Vec<f64> =
-            candidates.iter().map(|c| f64::from((c.1 - most) / self.sampling.temperature).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        let mut kept = 0;
-        let mut mass = 0.0;
+        let most = candidates.first().map_or(0.0, |c| c.1);
+        let weights: Vec<f64> = candidates.iter().map(|c| f64::from((c.1 - most) / self.temperature).exp()).collect();
+        let enough = f64::from(self.top_p) * weights.iter().sum::<f64>();
+        let (mut kept, mut mass) = (0, 0.0);
         for w in &weights {
-            let enough = mass >= f64::from(self.sampling.top_p) * total;
-            if kept > 0 && (enough || *w < f64::from(self.sampling.min_p)) {
+            if kept > 0 && (mass >= enough || *w < f64::from(self.min_p)) {
                 break;
             }
             mass += w;
             kept += 1;
         }
-        let mut left = self.uniform() * mass;
-        for (c, w) in candidates.iter().zip(&weights).take(kept) {
-            left -= w;
-            if left <= 0.0 {
-                return c.0;
-            }
+        candidates.into_iter().take(kept)
+    }
+}
+
+/// A choice without filters: the largest of `logit / temperature` plus Gumbel noise of its own for every token (Maddison,
+/// Tarlow and Minka 2014), which follows the softmax. It needs no sum over the vocabulary, so ranks choose among their
+/// own tokens and compare.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Of the noise.
+    pub seed: u64,
+}
+
+impl Draw {
+    /// The most likely token.
+    pub const GREEDY: Draw = Draw { temperature: 0.0, seed: 0 };
+
+    /// What is compared: the logit itself where the choice is greedy.
+    pub fn key(&self, position: u32, id: u32, logit: f32) -> f32 {
+        if self.temperature <= 0.0 {
+            return logit;
         }
-        candidates[kept - 1].0
+        (f64::from(logit) / f64::from(self.temperature) + noise(self.seed, position, id)) as f32
     }
 
-    /// A number from [0, 1): splitmix64 (Steele, Lea and Flood 2014), whose stream is fixed by its definition.
-    fn uniform(&mut self) -> f64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    /// The largest key and its id; ties go to the lowest id, NaN never wins.
+    pub fn best(&self, position: u32, tokens: impl Iterator<Item = (u32, f32)>) -> Option<(f32, u32)> {
+        let keys = tokens.map(|(id, logit)| (self.key(position, id, logit), id)).filter(|(key, _)| !key.is_nan());
+        keys.fold(None, |top, (key, id)| match top {
+            Some((most, lowest)) if most > key || (most == key && lowest < id) => top,
+            _ => Some((key, id)),
+        })
     }
+}
+
+/// Gumbel noise: draw `position * 2^32 + id` of splitmix64 (Steele, Lea and Flood 2014), whose stream is fixed by its
+/// definition, taken as the middle of one of 2^52 parts of (0, 1).
+fn noise(seed: u64, position: u32, id: u32) -> f64 {
+    let draw = ((u64::from(position) << 32) | u64::from(id)).wrapping_add(1);
+    let mut z = seed.wrapping_add(draw.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    let uniform = (((z ^ (z >> 31)) >> 12) as f64 + 0.5) / (1u64 << 52) as f64;
+    -(-uniform.ln()).ln()
 }
 
 /// The most likely id, ties to the lowest.
 pub fn greedy(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, l) in logits.iter().enumerate() {
-        if *l > logits[best] || (logits[best].is_nan() && !l.is_nan()) {
-            best = i;
-        }
-    }
-    best as u32
+    Sampling::default().choose(0, logits)
 }
 
 #[cfg(test)]
@@ -98,14 +117,14 @@ mod tests {
     fn greedy_takes_the_lowest_of_equals_and_never_nan() {
         assert_eq!(greedy(&[f32::NAN, 1.0, 3.0, 3.0]), 2);
         assert_eq!(greedy(&[f32::NEG_INFINITY, f32::NEG_INFINITY]), 0);
+        assert_eq!(greedy(&[f32::NAN, f32::NAN]), 0);
     }
 
     #[test]
     fn filters_keep_what_they_say() {
         let logits = [0.0, 2.0, 1.9, -1.0];
         let draws = |s: Sampling| -> Vec<u32> {
-            let mut sampler = Sampler::new(s);
-            let mut seen: Vec<u32> = (0..2000).map(|_| sampler.sample(&logits)).collect();
+            let mut seen: Vec<u32> = (0..2000).map(|position| s.choose(position, &logits)).collect();
             seen.sort_unstable();
             seen.dedup();
             seen
@@ -116,17 +135,39 @@ mod tests {
         assert_eq!(draws(Sampling { top_p: 0.5, ..base }), [1, 2]);
         assert_eq!(draws(Sampling { min_p: 0.1, ..base }), [0, 1, 2]);
         assert_eq!(draws(Sampling { temperature: 0.0, ..base }), [1]);
+        assert_eq!(draws(Sampling { temperature: 0.0, top_k: 3, ..base }), [1]);
     }
 
     #[test]
-    fn shares_follow_the_distribution_and_the_seed() {
-        let sampling = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
-        let logits = [0.0, (3.0f32).ln()];
-        let mut a = Sampler::new(sampling);
-        let ones = (0..20_000).filter(|_| a.sample(&logits) == 1).count() as f64;
-        // 20,000 draws of p = 0.75: four standard deviations are 4 sqrt(20000 * 0.75 * 0.25) = 245.
-        assert!((ones - 15_000.0).abs() < 245.0, "{ones}");
-        let (mut b, mut c) = (Sampler::new(sampling), Sampler::new(sampling));
-        assert!((0..100).all(|_| b.sample(&logits) == c.sample(&logits)));
+    fn shares_follow_the_softmax() {
+        let logits = [0.0, 2.0 * (3.0f32).ln(), f32::NAN, f32::NEG_INFINITY, 2.0 * (4.0f32).ln()];
+        let shares: [f64; 5] = [0.125, 0.375, 0.0, 0.0, 0.5]; // of exp(logit / 2)
+        for (seed, filter) in [(0, 0), (1, 0), (u64::MAX, 0), (3, 3)] {
+            let sampling = Sampling { temperature: 2.0, seed, top_k: filter, ..Sampling::default() };
+            let mut counts = [0.0f64; 5];
+            (0..20_000).for_each(|position| counts[sampling.choose(position, &logits) as usize] += 1.0);
+            for (count, share) in counts.iter().zip(shares) {
+                // Four standard deviations of 20,000 draws.
+                let (mean, far) = (20_000.0 * share, 4.0 * (20_000.0 * share * (1.0 - share)).sqrt());
+                assert!((count - mean).abs() <= far, "seed {seed}: {counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_of_the_vocabulary_choose_as_the_whole() {
+        let logits: Vec<f32> = (0..1000).map(|i| (i * 7 % 31) as f32 / 4.0).collect();
+        let sampling = Sampling { temperature: 0.7, seed: 5, ..Sampling::default() };
+        let draw = sampling.draw().expect("no filter");
+        let part = |position: u32, ids: std::ops::Range<usize>| {
+            draw.best(position, ids.map(|id| (id as u32, logits[id]))).expect("numbers")
+        };
+        for position in 0..200 {
+            let (low, high) = (part(position, 0..333), part(position, 333..1000));
+            let best = if high.0 > low.0 { high.1 } else { low.1 };
+            assert_eq!(sampling.choose(position, &logits), best);
+        }
+        assert!(Sampling { top_p: 0.9, ..sampling }.draw().is_none(), "a filter needs the whole");
+        assert!(Sampling { top_p: 0.9, temperature: 0.0, ..sampling }.draw().is_some(), "greedy needs none");
     }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::batch::{Batch, Token};
 use super::kv::CacheFull;
-use super::sampler::{Sampler, Sampling};
+use super::sampler::{Draw, Sampling};
 use super::{Engine, EngineError};
 
 /// A request to the scheduler.
@@ -48,13 +48,12 @@ struct Sequence {
     cached: usize,
     table: Vec<u32>,
     request: Request,
-    sampler: Sampler,
 }
 
 impl Sequence {
-    /// True if its next token alone is to run, and the likeliest is to follow.
-    fn is_plain(&self) -> bool {
-        self.ids.len() - self.cached == 1 && self.request.sampling.temperature <= 0.0
+    /// How a device can choose the token that follows; `None` if it cannot, or more than the last token is to run.
+    fn draw(&self) -> Option<Draw> {
+        self.request.sampling.draw().filter(|_| self.ids.len() - self.cached == 1)
     }
 
     /// True if the sequence ends with `more` further tokens.
@@ -107,7 +106,6 @@ impl Scheduler {
             prompt: request.prompt.len(),
             cached: 0,
             table: Vec::new(),
-            sampler: Sampler::new(request.sampling),
             request,
         });
         Ok(number)
@@ -168,11 +166,9 @@ impl Scheduler {
         if ran.is_empty() {
             return Ok(Vec::new());
         }
-        if engine.runs_ahead(ran.len())
-            && ran.len() == self.running.len()
-            && self.running.iter().all(Sequence::is_plain)
-        {
-            batch.ahead = true;
+        let all = engine.runs_ahead(ran.len()) && ran.len() == self.running.len();
+        if let Some(draws) = self.running.iter().map(Sequence::draw).collect::<Option<Vec<_>>>().filter(|_| all) {
+            batch.ahead = draws;
             engine.step(batch, Vec::new())?;
             self.running.iter_mut().for_each(|s| s.cached += 1);
             self.ahead = true;
@@ -186,7 +182,7 @@ impl Scheduler {
             let s = &mut self.running[i];
             s.cached += take;
             if let Some(logits) = whole.then(|| rows.next()).flatten() {
-                let token = s.sampler.sample(logits);
+                let token = s.request.sampling.choose(s.ids.len() as u32 - 1, logits);
                 events.push(s.push(token, context));
             }
         }

@@ -275,7 +275,7 @@ impl<D: Device> Forward<D> {
         self.head(shape.logits, probe)?;
         if shape.ahead {
             let first = self.rank * self.config.padded_vocab(self.tp) / self.tp;
-            self.device.best(AHEAD, &self.work.logits, first, self.weights.head.1, n)?;
+            self.device.best(AHEAD, &self.work.logits, &self.inputs, first, self.weights.head.1, n)?;
             comm.share_best(self.rank, AHEAD, &self.device, n)?;
             self.device.advance(AHEAD, &mut self.inputs, self.tp, n)?;
         }

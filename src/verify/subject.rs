@@ -144,7 +144,7 @@ pub fn run_prompt_with(
     engine.pool().reserve(&mut table, ids.len())?;
     let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
     let logits = (0..ids.len() as u32).collect();
-    let batch = Batch { tokens, tables: vec![table.clone()], logits, ahead: false };
+    let batch = Batch { tokens, tables: vec![table.clone()], logits, ahead: Vec::new() };
     let probes = (0..engine.tp()).map(|_| listen()).collect();
     let output = engine.step(batch, probes);
     engine.pool().release(&mut table);

@@ -10,8 +10,8 @@ use lockstep::checkpoint::Checkpoint;
 use lockstep::comm::{Collective, CommError, Solo, Threads};
 use lockstep::device::cpu::CpuDevice;
 use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site, StepShape};
-use lockstep::engine::batch::Batch;
-use lockstep::engine::sampler::greedy;
+use lockstep::engine::batch::{Batch, Token};
+use lockstep::engine::sampler::Draw;
 use lockstep::engine::{Engine, EngineError, Options};
 use lockstep::model::Config;
 use lockstep::shard::TpPlan;
@@ -163,14 +163,19 @@ impl Device for Odd {
         self.inner.inputs(tokens, sequences, pages)
     }
     fn shape(&self, inputs: &Batch, batch: &Batch, listened: bool) -> StepShape {
-        StepShape { ahead: batch.ahead, ..self.inner.shape(inputs, batch, listened) }
+        StepShape { ahead: !batch.ahead.is_empty(), ..self.inner.shape(inputs, batch, listened) }
     }
     fn runs_ahead(&self) -> usize {
         if self.fault == Fault::RunsAhead { 4 } else { 0 }
     }
-    fn best(&self, _: Site, logits: &Buf, first: usize, width: usize, n: usize) -> Done {
+    fn best(&self, _: Site, logits: &Buf, inputs: &Batch, first: usize, width: usize, n: usize) -> Done {
         let rows = self.inner.read(logits, n, 0..width)?;
-        *self.best.borrow_mut() = rows.chunks_exact(width).map(|row| first as u32 + greedy(row)).collect();
+        let choose = |(row, (token, draw)): (&[f32], (&Token, &Draw))| {
+            let tokens = row.iter().enumerate().map(|(i, logit)| ((first + i) as u32, *logit));
+            draw.best(token.position, tokens).map_or(0, |(_, id)| id)
+        };
+        let steps = inputs.tokens.iter().zip(&inputs.ahead);
+        *self.best.borrow_mut() = rows.chunks_exact(width).zip(steps).map(choose).collect();
         Ok(())
     }
     fn advance(&self, _: Site, inputs: &mut Batch, _: usize, n: usize) -> Done {

@@ -60,7 +60,8 @@ pub fn run_all(engine: &mut Engine, requests: Vec<Request>) -> Vec<(Vec<u32>, Fi
 pub fn step(engine: &Engine, ids: &[u32], start: usize, table: &[u32], probes: Vec<Box<dyn Probe>>) -> StepOutput {
     let tokens = ids.iter().enumerate();
     let tokens = tokens.map(|(i, id)| Token { id: *id, position: (start + i) as u32, sequence: 0 }).collect();
-    let batch = Batch { tokens, tables: vec![table.to_vec()], logits: (0..ids.len() as u32).collect(), ahead: false };
+    let batch =
+        Batch { tokens, tables: vec![table.to_vec()], logits: (0..ids.len() as u32).collect(), ahead: Vec::new() };
     engine.step(batch, probes).expect("a step")
 }
 

@@ -19,10 +19,11 @@ use crate::device::cpu::host::anonymous;
 use crate::device::cuda::CudaBackend;
 use crate::device::cuda::bandwidth::{self, Bandwidth};
 use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::launches::{self, EmptyLaunch};
 use crate::device::cuda::memory::PINNED;
 use crate::device::cuda::profile::{Cost, Profile};
 use crate::engine::batch::{Batch, Token};
-use crate::engine::sampler::Sampling;
+use crate::engine::sampler::{Draw, Sampling};
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
 use crate::model::Config;
@@ -48,8 +49,9 @@ struct Report<'a> {
     speed: Speed,
     token_bytes: u64,
     bandwidth: Bandwidth,
-    /// Of one decode step, mean over ranks.
+    /// Of one decode step, mean over ranks, without what an empty launch takes.
     costs: Costs,
+    empty: EmptyLaunch,
     /// Launches of one recorded step, and steps that were replayed.
     nodes: usize,
     replays: u64,
@@ -71,6 +73,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let budget = Budget::new(&checkpoint, &plan)?;
     let groups = backend.groups(args.tp)?;
     let bandwidth = bandwidth::measure(groups[0].gpu()).map_err(gpu)?;
+    let empty = launches::measure(groups[0].gpu()).map_err(gpu)?;
     let gpus = groups.iter().map(|g| format!("{} ({})", g.gpu().name, g.gpu().arch)).collect();
     let free: Vec<u64> =
         groups.iter().map(|g| g.gpu().memory().map(|m| m.0 as u64)).collect::<Result<_, _>>().map_err(gpu)?;
@@ -94,10 +97,10 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     }
     let used = groups.iter().zip(&free).map(|(g, before)| Ok(before.saturating_sub(g.gpu().memory()?.0 as u64)));
     let used: Vec<u64> = used.collect::<Result<_, _>>().map_err(gpu)?;
-    let batches = batches(&mut engine, args, &ids)?;
     let (replays, nodes) = backend.replays();
+    let batches = batches(&mut engine, args, &ids)?;
     drop(engine);
-    let costs = profile(backend, &checkpoint, args, options, &config)?;
+    let costs = profile(backend, &checkpoint, args, options, &config, empty)?;
     let alone = if args.tp > 1 { Some(alone(backend, &checkpoint, args, options, &config)?) } else { None };
     let report = Report {
         args,
@@ -115,6 +118,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
         token_bytes: budget.token_bytes(&config),
         bandwidth,
         costs,
+        empty,
         nodes,
         replays,
         batches,
@@ -215,7 +219,8 @@ fn alone(
     for _ in 0..args.repeat {
         let mut table = prefill(&mut engine, &ids, args.steps + 4)?;
         let token = Token { id: ids[0], position: ids.len() as u32, sequence: 0 };
-        let batch = Batch { tokens: vec![token], tables: vec![table.clone()], logits: vec![0], ahead: true };
+        let batch =
+            Batch { tokens: vec![token], tables: vec![table.clone()], logits: vec![0], ahead: vec![Draw::GREEDY] };
         engine.step(batch, Vec::new())?;
         // The second step is recorded, the third replayed.
         (0..2).try_for_each(|i| engine.follow(ids.len() + 2 + i).map(|_| ()))?;
@@ -235,6 +240,7 @@ fn profile(
     args: &BenchArgs,
     options: Options,
     config: &Config,
+    empty: EmptyLaunch,
 ) -> Result<Costs, CliError> {
     /// Steps that are averaged.
     const STEPS: usize = 8;
@@ -245,8 +251,12 @@ fn profile(
     let table = prefill(&mut engine, &ids, STEPS + 2)?;
     let token = |position: usize| Token { id: ids[position % ids.len()], position: position as u32, sequence: 0 };
     let step = |i: usize| {
-        let batch =
-            Batch { tokens: vec![token(args.prompt + i)], tables: vec![table.clone()], logits: vec![0], ahead: false };
+        let batch = Batch {
+            tokens: vec![token(args.prompt + i)],
+            tables: vec![table.clone()],
+            logits: vec![0],
+            ahead: Vec::new(),
+        };
         engine.step(batch, Vec::new()).map(|_| ())
     };
     step(0)?;
@@ -268,6 +278,7 @@ fn profile(
     for cost in mean.values_mut() {
         cost.launches /= (STEPS * args.tp) as u64;
         cost.bytes /= (STEPS * args.tp) as u64;
+        cost.seconds = (cost.seconds - cost.launches as f64 * empty.timed).max(0.0);
     }
     Ok(mean)
 }
@@ -282,7 +293,7 @@ impl Report<'_> {
         1.0 / spread(&self.speed.decode).0.max(1e-9)
     }
 
-    /// Seconds that kernels ran in a step, by events.
+    /// Seconds that kernels ran in a step, by events, beyond what as many empty ones take.
     fn kernels(&self) -> f64 {
         self.costs.values().map(|c| c.seconds).sum()
     }
@@ -296,9 +307,9 @@ impl Report<'_> {
         self.costs.values().map(|c| c.launches).sum()
     }
 
-    /// What a recorded launch costs beyond the work: the part of a step in which no kernel ran.
-    fn gap(&self) -> f64 {
-        (self.step() - self.kernels()).max(0.0) / self.launches().max(1) as f64
+    /// Seconds of a step that neither kernels nor as many empty launches of a recording explain.
+    fn rest(&self) -> f64 {
+        self.step() - self.kernels() - self.launches() as f64 * self.empty.recorded
     }
 
     /// Bytes of weights that one rank reads per second of decode.
@@ -336,7 +347,8 @@ impl Report<'_> {
             "step": {
                 "seconds": self.step(), "kernel_seconds": self.kernels(),
                 "all_reduce_seconds": self.meetings(), "first_rank_alone_seconds": self.alone, "launches_per_rank": self.launches(),
-                "recorded_nodes": self.nodes, "replays": self.replays, "gap_seconds_per_launch": self.gap(),
+                "recorded_nodes": self.nodes, "replays": self.replays,
+                "gap_seconds_per_launch": self.empty.recorded, "unexplained_seconds": self.rest(),
                 "ops": self.costs.iter().map(op).collect::<Vec<_>>(),
             },
             "memory": { "weights_per_rank_by_plan": self.plan, "used_per_gpu": self.used },
@@ -387,11 +399,12 @@ impl Report<'_> {
         let us = |s: f64| format!("{:.1} us", 1e6 * s);
         writeln!(
             out,
-            "  step     {}: {} in kernels of {} launches a rank, {} a launch beside them; {} nodes recorded, {} replays",
+            "  step     {}: {} in kernels, {} launches a rank of {} if empty, {} beside them; {} nodes, {} replays",
             us(self.step()),
             us(self.kernels()),
             self.launches(),
-            us(self.gap()),
+            us(self.empty.recorded),
+            us(self.rest()),
             self.nodes,
             self.replays
         )?;

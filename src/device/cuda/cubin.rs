@@ -115,9 +115,11 @@ impl Cubins {
             Some(dir) => found.source(&|path| std::fs::read_to_string(dir.join(path)).ok()),
         }
         .map_err(missing)?;
-        let options = options(arch, ty.map(QuantType::name));
+        let mut options = options(arch, ty.map(QuantType::name));
         let key = key(&source, &options);
         let version = nvrtc_version();
+        // From 12.9 on NVRTC has a cache of its own, which gives a cubin without ptxas' report; older ones refuse the option.
+        options.extend(version.filter(|v| *v >= (12, 9)).map(|_| "--no-cache".to_string()));
         let named = version.map(|(major, minor)| self.cache.join(format!("{key}-{major}.{minor}.cubin")));
         let built = |path: PathBuf, cached: bool, bytes: usize, log: &str| {
             let (arch, usage) = (arch.to_string(), Usage::parse(log));

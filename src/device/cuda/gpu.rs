@@ -6,8 +6,10 @@ use std::ffi::{CString, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult};
-use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
+use cudarc::driver::sys::{
+    self, CUdevice_attribute, CUfunction, CUgraphInstantiate_flags, CUmodule, CUresult, CUstreamCaptureMode,
+};
+use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
 use lockstep_kernels::geometry::Launch;
 
 use super::cubin::{CubinError, Cubins};
@@ -163,6 +165,21 @@ impl Gpu {
     /// The stream on which everything runs.
     pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
+    }
+
+    /// A recording of what `start` gives to the stream.
+    ///
+    /// # Errors
+    /// What `start` ended with, and a driver that refuses.
+    pub fn record(&self, what: &str, start: impl FnOnce() -> Result<(), GpuError>) -> Result<CudaGraph, GpuError> {
+        let doing = || format!("recording {what}");
+        // Relaxed: other threads do what they do in the meantime.
+        self.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).map_err(at(doing()))?;
+        let given = start();
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = self.stream.end_capture(flags).map_err(at(doing()));
+        given?;
+        graph?.ok_or_else(|| GpuError::Driver { what: doing(), error: "the recording is empty".into() })
     }
 
     /// Where its kernels come from.

@@ -6,7 +6,7 @@ use lockstep_kernels::geometry::{self, Launch};
 
 use super::gpu::{Arg, GpuError};
 use super::memory::{Event, Memory, Pinned};
-use super::{CudaDevice, LOADING, Tokens};
+use super::{CudaBuf, CudaDevice, LOADING, Tokens};
 use crate::device::{DeviceError, Site, StepShape};
 use crate::engine::batch::Batch;
 use crate::engine::kv::PAGE;
@@ -18,12 +18,16 @@ const LEAST_CONTEXT: usize = 256;
 
 /// What rows behind the batch's own choose.
 const NO_TOKEN: u32 = u32::MAX;
+/// Words of a row's [`crate::engine::sampler::Draw`].
+const DRAW: usize = 3;
 /// Steps whose tokens may be on their way to the host at once.
 const RING: usize = 4;
 
 /// A step's inputs on the GPU.
 pub struct CudaInputs {
     memory: Memory,
+    /// How each row of a recorded step chooses: temperatures, then the two halves of each seed.
+    draws: Memory,
     tokens: usize,
     sequences: usize,
     pages: usize,
@@ -79,7 +83,7 @@ impl CudaInputs {
             return exact;
         }
         let context = self.context(exact.context);
-        StepShape { tokens, context, logits: tokens, recorded: true, ahead: batch.ahead }
+        StepShape { tokens, context, logits: tokens, recorded: true, ahead: !batch.ahead.is_empty() }
     }
 
     /// The context that a step is recorded for.
@@ -92,15 +96,35 @@ impl CudaDevice {
     pub(super) fn make_inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<CudaInputs, DeviceError> {
         let memory =
             Memory::new(&self.gpu, 4 * (4 * tokens + sequences * pages)).map_err(|e| self.error(LOADING, e))?;
-        let make = || -> Result<(Memory, Posts), GpuError> {
+        let make = || -> Result<(Memory, Memory, Posts), GpuError> {
+            let draws = Memory::new(&self.gpu, 4 * DRAW * MOST_RECORDED)?;
             // The counter stands behind the ring.
             let chosen = Memory::new(&self.gpu, 4 * (RING * MOST_RECORDED + 1))?;
             let pinned = Pinned::new(&self.gpu, 4 * RING * MOST_RECORDED)?;
             let events = (0..RING).map(|_| Event::new(&self.gpu)).collect::<Result<_, _>>()?;
-            Ok((chosen, Posts { pinned, events, waiting: VecDeque::new(), next: 0 }))
+            Ok((draws, chosen, Posts { pinned, events, waiting: VecDeque::new(), next: 0 }))
         };
-        let (chosen, posts) = make().map_err(|e| self.error(LOADING, e))?;
-        Ok(CudaInputs { memory, tokens, sequences, pages, chosen, posts })
+        let (draws, chosen, posts) = make().map_err(|e| self.error(LOADING, e))?;
+        Ok(CudaInputs { memory, draws, tokens, sequences, pages, chosen, posts })
+    }
+
+    /// This rank's choice in each row; see sample.cu.
+    pub(super) fn best_of(
+        &self,
+        site: Site,
+        logits: &CudaBuf,
+        inputs: &CudaInputs,
+        first: usize,
+        width: usize,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        let (pairs, each) = self.best_pairs().map_err(|e| self.error(site, e))?;
+        let (from, row, w, id) = (logits.at(0), logits.row(), width as i32, first as i32);
+        let (temperatures, position) = (inputs.draws.address(), inputs.tokens().position);
+        let seeds = temperatures + 4 * MOST_RECORDED as u64;
+        let to = pairs + (self.rank * each) as u64;
+        let args: [&dyn Arg; 8] = [&from, &row, &w, &id, &temperatures, &seeds, &position, &to];
+        self.launch(site, "sample", None, "best_logit", geometry::per_row(n, 1024), 0, &args)
     }
 
     /// The best over ranks becomes each row's next token; see sample.cu.
@@ -172,6 +196,13 @@ impl CudaDevice {
         }
         inputs.memory.upload(0, &image).map_err(|e| self.error(LOADING, e))?;
         if shape.ahead {
+            let mut draws = [0u32; DRAW * MOST_RECORDED];
+            for (r, draw) in batch.ahead.iter().enumerate() {
+                draws[r] = draw.temperature.to_bits();
+                draws[MOST_RECORDED + 2 * r] = draw.seed as u32;
+                draws[MOST_RECORDED + 2 * r + 1] = (draw.seed >> 32) as u32;
+            }
+            inputs.draws.upload(0, &draws).map_err(|e| self.error(LOADING, e))?;
             // The ring begins anew with the first step that runs ahead.
             inputs.posts.next = 0;
             inputs.posts.waiting.clear();

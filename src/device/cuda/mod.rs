@@ -10,6 +10,7 @@ pub mod cubin;
 pub mod gpu;
 pub mod group;
 mod inputs;
+pub mod launches;
 mod load;
 pub mod memory;
 mod ops;

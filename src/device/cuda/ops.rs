@@ -101,12 +101,16 @@ impl Device for CudaDevice {
         inputs.context(longest)
     }
 
-    fn best(&self, site: Site, logits: &CudaBuf, first: usize, width: usize, n: usize) -> Result<(), DeviceError> {
-        let (pairs, each) = self.best_pairs().map_err(|e| self.error(site, e))?;
-        let (from, row, w, id) = (logits.at(0), logits.row(), width as i32, first as i32);
-        let to = pairs + (self.rank * each) as u64;
-        let args: [&dyn Arg; 5] = [&from, &row, &w, &id, &to];
-        self.launch(site, "sample", None, "best_logit", geometry::per_row(n, 1024), 0, &args)
+    fn best(
+        &self,
+        site: Site,
+        logits: &CudaBuf,
+        inputs: &CudaInputs,
+        first: usize,
+        width: usize,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        self.best_of(site, logits, inputs, first, width, n)
     }
 
     fn advance(&self, site: Site, inputs: &mut CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {

@@ -1,4 +1,4 @@
-//! The greedy choice: exact, against the host's own.
+//! The choice of a token, against the host's own: greedy exactly, with a temperature up to the rounding of a key.
 
 use lockstep_kernels::geometry::{self, Launch};
 
@@ -6,6 +6,7 @@ use super::case::{Case, check};
 use super::lab::{Lab, View};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::engine::sampler::Draw;
 use crate::verify::Check;
 
 /// Both kernels.
@@ -14,40 +15,53 @@ pub fn run(lab: &Lab<'_>, out: &mut Vec<Check>) {
     out.push(check("advance", |case| advance(lab, case)));
 }
 
-/// The best of a row: NaN never, the lowest of equals; -1 where there is none.
-fn best(row: &[f32], first: i32) -> (f32, i32) {
-    let better = |top: (f32, i32), (i, v): (usize, &f32)| match () {
-        () if v.is_nan() || (top.1 >= 0 && *v <= top.0) => top,
-        () => (*v, first + i as i32),
-    };
-    row.iter().enumerate().fold((0.0, -1), better)
-}
-
 fn best_logit(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (width, block) in [(1usize, 32u32), (31, 64), (1000, 256), (9691, 1024)] {
-        let n = 7;
+        let n = 14;
         let mut x = Random::of(&format!("logits {width}")).values(n * width);
         let row = |i: usize| i * width..(i + 1) * width;
-        x[row(1)].fill(f32::NAN);
-        x[row(2)].fill(-3.5);
-        x[row(3)].iter_mut().step_by(2).for_each(|v| *v = f32::NAN);
-        x[row(4)].iter_mut().for_each(|v| *v = (*v * 2.0).round()); // many equals
-        x[row(5)].fill(f32::NEG_INFINITY);
-        x[row(6)][width / 2] = f32::INFINITY;
+        // The first seven rows choose greedily, the others with a temperature.
+        for half in [0, 7] {
+            x[row(half + 1)].fill(f32::NAN);
+            x[row(half + 2)].fill(-3.5);
+            x[row(half + 3)].iter_mut().step_by(2).for_each(|v| *v = f32::NAN);
+            x[row(half + 4)].iter_mut().for_each(|v| *v = (*v * 2.0).round()); // many equals
+            x[row(half + 5)].fill(f32::NEG_INFINITY);
+            x[row(half + 6)][width / 2] = f32::INFINITY;
+        }
+        let draw = |i: usize| Draw {
+            temperature: if i < 7 { 0.0 } else { [0.3, 1.0, 4.0][i % 3] },
+            seed: [0, 1, u64::MAX, 0x0123_4567_89ab_cdef][i % 4],
+        };
+        let positions: Vec<i32> = (0..n as i32).map(|i| [0, 1, 77, 131_071, i32::MAX - 1][i as usize % 5]).collect();
         let view = View::plain(n, width, width + 3);
         let first = 64i32;
         let (area, out) = (lab.words(view.place(&x))?, lab.poisoned(2 * n)?);
+        let temperatures = lab.words((0..n).map(|i| draw(i).temperature.to_bits()).collect())?;
+        let seeds = lab.words((0..n).flat_map(|i| [draw(i).seed as u32, (draw(i).seed >> 32) as u32]).collect())?;
+        let position = lab.ints(&positions)?;
         let (at, stride, w, to) = (area.at(0), view.row as i64, width as i32, out.at(0));
-        let seen = lab.thrice(&[&out], &|| {
-            lab.launch("sample", "best_logit", geometry::per_row(n, block), &[&at, &stride, &w, &first, &to])
-        })?;
+        let (t, s, p) = (temperatures.at(0), seeds.at(0), position.at(0));
+        let args: [&dyn Arg; 8] = [&at, &stride, &w, &first, &t, &s, &p, &to];
+        let seen = lab.thrice(&[&out], &|| lab.launch("sample", "best_logit", geometry::per_row(n, block), &args))?;
         let words: Vec<usize> = (0..2 * n).collect();
         let found = seen.take(case, "pairs", 0, &out, &words);
         for (i, pair) in found.chunks_exact(2).enumerate() {
-            let (logit, id) = best(&x[row(i)], first);
-            let same = pair[1] as i32 == id && (id < 0 || f32::from_bits(pair[0]) == logit);
-            let got = (f32::from_bits(pair[0]), pair[1] as i32);
-            case.holds(same, || format!("{width} logits, row {i}: expected {:?}, found {got:?}", (logit, id)));
+            let at = positions[i] as u32;
+            let tokens = x[row(i)].iter().enumerate().map(|(j, logit)| (first as u32 + j as u32, *logit));
+            let expected = draw(i).best(at, tokens);
+            let (key, id) = (f32::from_bits(pair[0]), pair[1] as i32);
+            let same = match expected {
+                None => id == -1,
+                // The noise's logarithms are the machine's own: their last bits may round a key the other way.
+                Some((most, _)) if i >= 7 && most.is_finite() => {
+                    let near = |v: f32| (v - most).abs() <= 2.0 * f32::EPSILON * most.abs();
+                    let own = usize::try_from(id - first).ok().and_then(|j| x[row(i)].get(j));
+                    near(key) && own.is_some_and(|logit| near(draw(i).key(at, id as u32, *logit)))
+                }
+                Some(best) => (key, id as u32) == best,
+            };
+            case.holds(same, || format!("{width} logits, row {i}: expected {expected:?}, found {:?}", (key, id)));
         }
     }
     Ok(())

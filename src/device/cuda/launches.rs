@@ -1,0 +1,52 @@
+//! What a launch costs that does nothing, between two events and in a recording: the floor under every kernel's time.
+
+use std::sync::Arc;
+
+use lockstep_kernels::geometry::Launch;
+
+use super::bandwidth::Stopwatch;
+use super::gpu::{Gpu, GpuError, at};
+use super::profile::Profile;
+
+/// Seconds of an empty kernel's launch.
+#[derive(Clone, Copy, Debug)]
+pub struct EmptyLaunch {
+    /// Between two events.
+    pub timed: f64,
+    /// In a recording, from one launch to the next.
+    pub recorded: f64,
+}
+
+/// Launches that are compared with `MANY + FEW`, so that what a replay costs once drops out.
+const FEW: usize = 32;
+const MANY: usize = 512;
+const REPEATS: usize = 9;
+
+/// Medians of nine.
+///
+/// # Errors
+/// What the GPU says.
+pub fn measure(gpu: &Arc<Gpu>) -> Result<EmptyLaunch, GpuError> {
+    let one = Launch { grid: (1, 1, 1), block: 32, shared: 0 };
+    let pause = |nanoseconds: u64| gpu.launch("doctor", None, "pause", one, &[&nanoseconds]);
+    pause(0)?; // compiles
+    let profile = Profile::default();
+    // The launches are all given before the first runs, as in a profile of a step.
+    pause(8_000_000)?;
+    for _ in 0..MANY {
+        profile.time(gpu, "empty", 0, || pause(0)).and_then(|done| done)?;
+    }
+    let timed = profile.take()?.values().map(|cost| cost.seconds).sum::<f64>() / MANY as f64;
+
+    let watch = Stopwatch::new(gpu)?;
+    let replayed = |launches: usize| -> Result<f64, GpuError> {
+        let graph = gpu.record("empty launches", || (0..launches).try_for_each(|_| pause(0)))?;
+        let run = || watch.time("empty launches", || graph.launch().map_err(at("replaying empty launches")));
+        run()?;
+        let mut times = (0..REPEATS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
+        times.sort();
+        Ok(times[REPEATS / 2].as_secs_f64())
+    };
+    let recorded = (replayed(FEW + MANY)? - replayed(FEW)?).max(0.0) / MANY as f64;
+    Ok(EmptyLaunch { timed, recorded })
+}

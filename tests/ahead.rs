@@ -11,6 +11,7 @@ mod odd;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use common::running::{GLM5_NANO, open};
 use lockstep::checkpoint::Checkpoint;
@@ -33,18 +34,19 @@ fn request(number: usize, most: usize, stop: &[u32]) -> Request {
     Request { prompt, most, stop: stop.to_vec(), sampling: Sampling::default() }
 }
 
+/// What came of requests, and for how many rows a device chose.
+struct Run {
+    texts: Texts,
+    chosen: usize,
+}
+
 type Texts = BTreeMap<u64, (Vec<u32>, Option<Finish>)>;
 
 /// Runs `first` requests, and what comes `then`, on devices that run ahead or do not.
-fn run(
-    checkpoint: &Arc<Checkpoint>,
-    fault: Fault,
-    requests: &[Request],
-    first: usize,
-    then: &[(usize, Then)],
-) -> Texts {
+fn run(checkpoint: &Arc<Checkpoint>, fault: Fault, requests: &[Request], first: usize, then: &[(usize, Then)]) -> Run {
     let options = Options { sequences: 3, ..Options::for_one(checkpoint.config()) };
-    let mut engine: Engine = odd(fault).engine(checkpoint, 1, options).unwrap();
+    let engines = odd(fault);
+    let mut engine: Engine = engines.engine(checkpoint, 1, options).unwrap();
     assert_eq!(engine.runs_ahead(3), fault == Fault::RunsAhead);
     let free = engine.pool().free();
     let mut scheduler = Scheduler::default();
@@ -70,14 +72,17 @@ fn run(
         }
     }
     assert_eq!(engine.pool().free(), free, "pages were lost");
-    texts
+    drop(engine);
+    Run { texts, chosen: engines.chosen.load(Ordering::Relaxed) }
 }
 
-/// Texts on both kinds of devices are equal; a cancelled one may be as far as its device was.
-fn assert_same(requests: &[Request], first: usize, then: &[(usize, Then)], cancelled: &[u64]) -> Texts {
+/// Texts on both kinds of devices are equal; a cancelled one may be as far as its device was. With them comes for how many
+/// rows a device chose.
+fn assert_same(requests: &[Request], first: usize, then: &[(usize, Then)], cancelled: &[u64]) -> Run {
     let checkpoint = open(GLM5_NANO);
-    let plain = run(&checkpoint, Fault::None, requests, first, then);
-    let ahead = run(&checkpoint, Fault::RunsAhead, requests, first, then);
+    let Run { texts: plain, chosen: none } = run(&checkpoint, Fault::None, requests, first, then);
+    let Run { texts: ahead, chosen } = run(&checkpoint, Fault::RunsAhead, requests, first, then);
+    assert_eq!(none, 0);
     assert_eq!(plain.keys().collect::<Vec<_>>(), ahead.keys().collect::<Vec<_>>());
     for (number, (text, finish)) in &plain {
         let (other, end) = &ahead[number];
@@ -85,25 +90,26 @@ fn assert_same(requests: &[Request], first: usize, then: &[(usize, Then)], cance
         assert_eq!(text[..most], other[..most.min(other.len())], "sequence {number}");
         assert!(cancelled.contains(number) || (finish, text.len()) == (end, other.len()), "sequence {number}");
     }
-    plain
+    Run { texts: plain, chosen }
 }
 
 #[test]
 fn sequences_of_other_lengths_end_one_after_the_other() {
     let requests: Vec<Request> = [(0, 1), (1, 7), (2, 30)].map(|(i, most)| request(i, most, &[])).to_vec();
-    let texts = assert_same(&requests, 3, &[], &[]);
+    let Run { texts, chosen } = assert_same(&requests, 3, &[], &[]);
+    assert!(chosen > 0);
     assert_eq!(texts.values().map(|t| t.0.len()).collect::<Vec<_>>(), [1, 7, 30]);
 }
 
 #[test]
 fn a_stop_id_ends_one_sequence_and_the_others_go_on() {
     let free: Vec<Request> = (0..3).map(|i| request(i, 24, &[])).collect();
-    let texts = assert_same(&free, 3, &[], &[]);
+    let texts = assert_same(&free, 3, &[], &[]).texts;
     // Each sequence in turn is stopped by a token that it is known to reach.
     for i in 0..3 {
         let stop = [texts[&(i as u64)].0[10]];
         let requests: Vec<Request> = (0..3).map(|j| request(j, 24, if i == j { &stop[..] } else { &[] })).collect();
-        let stopped = assert_same(&requests, 3, &[], &[]);
+        let stopped = assert_same(&requests, 3, &[], &[]).texts;
         assert_eq!(stopped[&(i as u64)].1, Some(Finish::Stop));
         assert!(stopped[&(i as u64)].0.len() <= 11);
     }
@@ -128,12 +134,14 @@ fn what_is_drawn_is_the_same_and_a_filter_keeps_the_device_waiting() {
     let drawn = |seed: u64| Sampling { temperature: 0.8, seed, ..Sampling::default() };
     let with = |sampling: Sampling, i: usize| Request { sampling, ..request(i, 20, &[]) };
     let requests = [with(drawn(1), 0), with(drawn(2), 1), request(2, 20, &[])];
-    let texts = assert_same(&requests, 3, &[], &[]);
-    let others = assert_same(&[with(drawn(3), 0), with(drawn(2), 1)], 2, &[], &[]);
+    let Run { texts, chosen } = assert_same(&requests, 3, &[], &[]);
+    // All but the first token of each, which the prompt's step gives.
+    assert!(chosen >= 3 * 19, "{chosen} rows");
+    let others = assert_same(&[with(drawn(3), 0), with(drawn(2), 1)], 2, &[], &[]).texts;
     assert_ne!(texts[&0], others[&0], "the seed does nothing");
     assert_eq!(texts[&1], others[&1], "a neighbour's seed changes a text");
     let filtered = with(Sampling { top_p: 0.8, ..drawn(4) }, 1);
-    assert_same(&[with(drawn(1), 0), filtered], 2, &[], &[]);
+    assert_eq!(assert_same(&[with(drawn(1), 0), filtered], 2, &[], &[]).chosen, 0, "a filter needs all logits");
 }
 
 #[test]
@@ -142,6 +150,6 @@ fn a_sequence_runs_to_the_end_of_its_context() {
     let context = checkpoint.config().context.min(4096);
     let prompt = (0..context as u32 - 6).map(|i| 50 + i % 3000).collect();
     let request = Request { prompt, most: usize::MAX, stop: Vec::new(), sampling: Sampling::default() };
-    let texts = assert_same(&[request], 1, &[], &[]);
+    let texts = assert_same(&[request], 1, &[], &[]).texts;
     assert_eq!((texts[&0].0.len(), texts[&0].1), (6, Some(Finish::Length)));
 }

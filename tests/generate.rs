@@ -71,6 +71,11 @@ fn what_cannot_be_run_exits_2_and_says_why() {
     assert!(run_tp.stderr.contains("attention heads (8)") && run_tp.stderr.contains("1, 2, 4, 8"), "{}", run_tp.stderr);
     assert!(with_model("generate", &["x", "--tp", "0"]).exits(2).stderr.contains("--tp 0"));
     assert!(with_model("generate", &["x", "--chunk", "0"]).exits(2).stderr.contains("--chunk"));
+    for (flag, value) in [("--temperature", "0.00001"), ("--temperature", "nan"), ("--top-p", "0"), ("--min-p", "1.5")]
+    {
+        let refused = with_model("generate", &["x", flag, value]).exits(2);
+        assert!(refused.stderr.contains(&format!("{flag}: expected")), "{}", refused.stderr);
+    }
     let missing = run(lockstep().args(["generate", "x", "-m", "/nowhere/model.gguf"])).exits(2);
     assert!(missing.stderr.contains("/nowhere/model.gguf") && missing.stdout.is_empty(), "{}", missing.stderr);
     let long = "word ".repeat(2000);

@@ -28,7 +28,7 @@ static __device__ double noise(u64 seed, i32 position, i32 id) {
 // temperature is 0, else the largest logit / temperature + noise, which follows the softmax (Maddison, Tarlow and Minka
 // 2014). A block of whole warps per row; `seed` is [rows][2], the low half first.
 extern "C" __global__ void __launch_bounds__(1024)
-    best_logit(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
+    best_token(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
                const i32 *position, Best *out) {
     __shared__ Best scratch[32];
     const int r = blockIdx.x;

@@ -79,7 +79,7 @@ pub const UNITS: [Unit; 9] = [
         typed: false,
         kernels: &["route", "expert_weights", "route_naive", "group", "combine_slots"],
     },
-    Unit { name: "sample", typed: false, kernels: &["best_logit", "advance"] },
+    Unit { name: "sample", typed: false, kernels: &["best_token", "advance"] },
     Unit {
         name: "doctor",
         typed: false,

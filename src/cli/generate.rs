@@ -95,8 +95,10 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
 /// Refuses sampling values that mean nothing.
 fn check(args: &GenerateArgs) -> Result<(), CliError> {
     let within = |x: f32, least: f32, most: f32| x.is_finite() && (least..=most).contains(&x);
+    // Keys of a choice are f32: colder, their spacing would swallow the noise.
+    let warm = |t: f32| t == 0.0 || within(t, 1e-4, 1e4);
     for (flag, found, good, expected) in [
-        ("--temperature", args.temperature, within(args.temperature, 0.0, f32::MAX), "0 or a positive number"),
+        ("--temperature", args.temperature, warm(args.temperature), "0, or 0.0001 to 10000"),
         ("--top-p", args.top_p, within(args.top_p, f32::MIN_POSITIVE, 1.0), "above 0, at most 1"),
         ("--min-p", args.min_p, within(args.min_p, 0.0, 1.0), "0 to 1"),
         ("--max-tokens", args.max_tokens as f32, args.max_tokens > 0, "at least 1"),

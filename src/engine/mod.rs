@@ -208,7 +208,7 @@ impl Engine {
         Ok(self.join(&batch, outputs))
     }
 
-    /// True if the devices can choose tokens (greedily) for so many rows, and run ahead of the host.
+    /// True if the devices can choose tokens for so many rows, and run ahead of the host.
     pub fn runs_ahead(&self, rows: usize) -> bool {
         rows.next_power_of_two() <= self.runs_ahead.min(self.options.chunk)
     }

@@ -33,6 +33,9 @@ impl Room {
         if batch.logits.len() > room.logits {
             return bad("rows of logits", room.logits, batch.logits.len());
         }
+        if !batch.ahead.is_empty() && batch.ahead.len() != batch.tokens.len() {
+            return bad("choices to make ahead (one per token, or none)", batch.tokens.len(), batch.ahead.len());
+        }
         if let Some(token) = batch.tokens.iter().find(|t| t.id as usize >= c.vocab) {
             return bad("token id", c.vocab - 1, token.id as usize);
         }

@@ -40,7 +40,7 @@ impl Sampling {
 
     /// What the filters keep, the most likely first.
     fn kept(&self, all: impl Iterator<Item = (u32, f32)>) -> impl Iterator<Item = (u32, f32)> {
-        let mut candidates: Vec<(u32, f32)> = all.filter(|(_, logit)| logit.is_finite()).collect();
+        let mut candidates: Vec<(u32, f32)> = all.filter(|(_, logit)| !logit.is_nan()).collect();
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         if self.top_k > 0 {
             candidates.truncate(self.top_k);
@@ -136,6 +136,13 @@ mod tests {
         assert_eq!(draws(Sampling { min_p: 0.1, ..base }), [0, 1, 2]);
         assert_eq!(draws(Sampling { temperature: 0.0, ..base }), [1]);
         assert_eq!(draws(Sampling { temperature: 0.0, top_k: 3, ..base }), [1]);
+        // Numbers or not, filters choose as the plain path does.
+        for logits in [[f32::NEG_INFINITY; 3], [f32::NAN; 3], [1.0, f32::INFINITY, f32::NAN]] {
+            for filters in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)] {
+                let s = Sampling { top_k: filters.0, top_p: filters.1, min_p: filters.2, ..base };
+                assert_eq!(s.choose(5, &logits), base.choose(5, &logits), "{logits:?} {filters:?}");
+            }
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lockstep::checkpoint::Checkpoint;
@@ -23,6 +24,8 @@ pub enum Fault {
     None,
     /// Nothing: the device chooses the next tokens itself and runs ahead of the host, as GPUs do. At tp 1.
     RunsAhead,
+    /// It runs ahead, and draws every sequence's token as the first sequence's.
+    DrawsAsTheFirst,
     /// q_a of layer 2 is larger by this share in steps of more than 8 tokens.
     DependsOnRows(f32),
     /// attn.out of layer 1 on rank 0: the first value is a little larger in every second call.
@@ -46,10 +49,12 @@ pub struct OddEngines {
     pub fault: Fault,
     /// What the device promises.
     pub one_order: bool,
+    /// Rows for which devices have chosen the token.
+    pub chosen: Arc<AtomicUsize>,
 }
 
 pub fn odd(fault: Fault) -> OddEngines {
-    OddEngines { fault, one_order: true }
+    OddEngines { fault, one_order: true, chosen: Arc::default() }
 }
 
 impl Engines for OddEngines {
@@ -60,6 +65,7 @@ impl Engines for OddEngines {
             rank,
             fault: self.fault,
             calls: Cell::new(0),
+            chosen: self.chosen.clone(),
             best: RefCell::default(),
             posts: RefCell::default(),
         };
@@ -112,6 +118,7 @@ pub struct Odd {
     rank: usize,
     fault: Fault,
     calls: Cell<usize>,
+    chosen: Arc<AtomicUsize>,
     /// While it runs ahead: the best token of each row, and what was chosen and not taken yet.
     best: RefCell<Vec<u32>>,
     posts: RefCell<VecDeque<Vec<u32>>>,
@@ -166,11 +173,13 @@ impl Device for Odd {
         StepShape { ahead: !batch.ahead.is_empty(), ..self.inner.shape(inputs, batch, listened) }
     }
     fn runs_ahead(&self) -> usize {
-        if self.fault == Fault::RunsAhead { 4 } else { 0 }
+        if matches!(self.fault, Fault::RunsAhead | Fault::DrawsAsTheFirst) { 4 } else { 0 }
     }
     fn best(&self, _: Site, logits: &Buf, inputs: &Batch, first: usize, width: usize, n: usize) -> Done {
         let rows = self.inner.read(logits, n, 0..width)?;
+        self.chosen.fetch_add(n, Ordering::Relaxed);
         let choose = |(row, (token, draw)): (&[f32], (&Token, &Draw))| {
+            let draw = if self.fault == Fault::DrawsAsTheFirst { &inputs.ahead[0] } else { draw };
             let tokens = row.iter().enumerate().map(|(i, logit)| ((first + i) as u32, *logit));
             draw.best(token.position, tokens).map_or(0, |(_, id)| id)
         };

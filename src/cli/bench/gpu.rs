@@ -49,7 +49,7 @@ struct Report<'a> {
     speed: Speed,
     token_bytes: u64,
     bandwidth: Bandwidth,
-    /// Of one decode step, mean over ranks, without what an empty launch takes.
+    /// Of one decode step on one GPU, mean over GPUs, without what empty launches take.
     costs: Costs,
     empty: EmptyLaunch,
     /// Launches of one recorded step, and steps that were replayed.
@@ -100,7 +100,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let (replays, nodes) = backend.replays();
     let batches = batches(&mut engine, args, &ids)?;
     drop(engine);
-    let costs = profile(backend, &checkpoint, args, options, &config, empty)?;
+    let costs = profile(backend, &checkpoint, args, options, &config, empty, groups.len())?;
     let alone = if args.tp > 1 { Some(alone(backend, &checkpoint, args, options, &config)?) } else { None };
     let report = Report {
         args,
@@ -241,6 +241,7 @@ fn profile(
     options: Options,
     config: &Config,
     empty: EmptyLaunch,
+    gpus: usize,
 ) -> Result<Costs, CliError> {
     /// Steps that are averaged.
     const STEPS: usize = 8;
@@ -255,9 +256,10 @@ fn profile(
             tokens: vec![token(args.prompt + i)],
             tables: vec![table.clone()],
             logits: vec![0],
-            ahead: Vec::new(),
+            ahead: vec![Draw::GREEDY],
         };
-        engine.step(batch, Vec::new()).map(|_| ())
+        engine.step(batch, Vec::new())?;
+        engine.chosen().map(|_| ())
     };
     step(0)?;
     let take = || -> Result<Vec<Costs>, CliError> {
@@ -268,17 +270,17 @@ fn profile(
         step(i)?;
     }
     let mut mean = Costs::new();
-    let ranks = args.tp as f64;
     for (op, cost) in take()?.into_iter().flatten() {
         let sum = mean.entry(op).or_default();
         sum.launches += cost.launches;
-        sum.seconds += cost.seconds / (STEPS as f64 * ranks);
+        sum.seconds += cost.seconds;
         sum.bytes += cost.bytes;
     }
+    let times = (STEPS * gpus) as f64;
     for cost in mean.values_mut() {
-        cost.launches /= (STEPS * args.tp) as u64;
-        cost.bytes /= (STEPS * args.tp) as u64;
-        cost.seconds = (cost.seconds - cost.launches as f64 * empty.timed).max(0.0);
+        cost.seconds = ((cost.seconds - cost.launches as f64 * empty.timed) / times).max(0.0);
+        cost.launches = (cost.launches as f64 / times).round() as u64;
+        cost.bytes = (cost.bytes as f64 / times).round() as u64;
     }
     Ok(mean)
 }
@@ -346,9 +348,10 @@ impl Report<'_> {
             },
             "step": {
                 "seconds": self.step(), "kernel_seconds": self.kernels(),
-                "all_reduce_seconds": self.meetings(), "first_rank_alone_seconds": self.alone, "launches_per_rank": self.launches(),
+                "all_reduce_seconds": self.meetings(), "first_rank_alone_seconds": self.alone, "launches": self.launches(),
                 "recorded_nodes": self.nodes, "replays": self.replays,
-                "gap_seconds_per_launch": self.empty.recorded, "unexplained_seconds": self.rest(),
+                "empty_launch_seconds": { "timed": self.empty.timed, "recorded": self.empty.recorded },
+                "unexplained_seconds": self.rest(),
                 "ops": self.costs.iter().map(op).collect::<Vec<_>>(),
             },
             "memory": { "weights_per_rank_by_plan": self.plan, "used_per_gpu": self.used },
@@ -397,16 +400,16 @@ impl Report<'_> {
             gb(self.bandwidth.read)
         )?;
         let us = |s: f64| format!("{:.1} us", 1e6 * s);
+        let launches = self.launches();
         writeln!(
             out,
-            "  step     {}: {} in kernels, {} launches a rank of {} if empty, {} beside them; {} nodes, {} replays",
+            "  step     {} = {:.1} in kernels + {:.1} in {launches} launches (as if empty) + {:.1} elsewhere; {} replays of {} nodes",
             us(self.step()),
-            us(self.kernels()),
-            self.launches(),
-            us(self.empty.recorded),
-            us(self.rest()),
-            self.nodes,
-            self.replays
+            1e6 * self.kernels(),
+            1e6 * launches as f64 * self.empty.recorded,
+            1e6 * self.rest(),
+            self.replays,
+            self.nodes
         )?;
         if let Some(alone) = self.alone {
             writeln!(

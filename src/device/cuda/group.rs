@@ -37,12 +37,12 @@ pub struct Group {
     meeting: Meeting,
     /// Each rank's buffer at the current collective: address and row.
     pub(crate) slots: Mutex<Vec<(u64, i64)>>,
-    /// The best logits that ranks have found: a place for each rank.
+    /// What ranks have chosen: a place for each rank.
     pairs: OnceLock<Memory>,
     steps: Mutex<Steps>,
 }
 
-/// Bytes of one rank's best logits: a value and an id for each row that a recorded step can have.
+/// Bytes of one rank's choices: a key and an id for each row that a recorded step can have.
 pub(crate) const PAIRS: usize = 8 * MOST_RECORDED;
 
 /// What is to happen with a step.
@@ -77,7 +77,7 @@ impl Group {
         &self.meeting
     }
 
-    /// Where ranks leave their best logits: rank `r` at `r * PAIRS`.
+    /// Where ranks leave their choices: rank `r` at `r * PAIRS`.
     ///
     /// # Errors
     /// A GPU without any memory left.

@@ -124,7 +124,7 @@ impl CudaDevice {
         let seeds = temperatures + 4 * MOST_RECORDED as u64;
         let to = pairs + (self.rank * each) as u64;
         let args: [&dyn Arg; 8] = [&from, &row, &w, &id, &temperatures, &seeds, &position, &to];
-        self.launch(site, "sample", None, "best_logit", geometry::per_row(n, 1024), 0, &args)
+        self.launch(site, "sample", None, "best_token", geometry::per_row(n, 1024), 0, &args)
     }
 
     /// The best over ranks becomes each row's next token; see sample.cu.

@@ -17,7 +17,7 @@ pub struct EmptyLaunch {
     pub recorded: f64,
 }
 
-/// Launches that are compared with `MANY + FEW`, so that what a replay costs once drops out.
+/// Launches of a round. Recordings of `FEW` and of `MANY + FEW` are compared, so that what a replay costs once drops out.
 const FEW: usize = 32;
 const MANY: usize = 512;
 const REPEATS: usize = 9;
@@ -31,22 +31,30 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<EmptyLaunch, GpuError> {
     let pause = |nanoseconds: u64| gpu.launch("doctor", None, "pause", one, &[&nanoseconds]);
     pause(0)?; // compiles
     let profile = Profile::default();
-    // The launches are all given before the first runs, as in a profile of a step.
-    pause(8_000_000)?;
-    for _ in 0..MANY {
-        profile.time(gpu, "empty", 0, || pause(0)).and_then(|done| done)?;
-    }
-    let timed = profile.take()?.values().map(|cost| cost.seconds).sum::<f64>() / MANY as f64;
+    let timed = || -> Result<f64, GpuError> {
+        // The launches are all given before the first runs, as in a profile of a step.
+        pause(1_000_000)?;
+        for _ in 0..FEW {
+            profile.time(gpu, "empty", 0, || pause(0)).and_then(|done| done)?;
+        }
+        Ok(profile.take()?.values().map(|cost| cost.seconds).sum::<f64>() / FEW as f64)
+    };
+    let timed = median(timed)?;
 
     let watch = Stopwatch::new(gpu)?;
     let replayed = |launches: usize| -> Result<f64, GpuError> {
         let graph = gpu.record("empty launches", || (0..launches).try_for_each(|_| pause(0)))?;
         let run = || watch.time("empty launches", || graph.launch().map_err(at("replaying empty launches")));
-        run()?;
-        let mut times = (0..REPEATS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
-        times.sort();
-        Ok(times[REPEATS / 2].as_secs_f64())
+        median(|| run().map(|time| time.as_secs_f64()))
     };
     let recorded = (replayed(FEW + MANY)? - replayed(FEW)?).max(0.0) / MANY as f64;
     Ok(EmptyLaunch { timed, recorded })
+}
+
+/// Of nine runs, behind one that warms up.
+fn median(mut run: impl FnMut() -> Result<f64, GpuError>) -> Result<f64, GpuError> {
+    run()?;
+    let mut seconds = (0..REPEATS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[REPEATS / 2])
 }

@@ -63,7 +63,9 @@ impl Device for CudaDevice {
     }
 
     fn shape(&self, inputs: &CudaInputs, batch: &Batch, listened: bool) -> StepShape {
-        inputs.shape(batch, listened || self.profile.is_some())
+        // Launches that are timed are given one by one, in the shape that would be recorded.
+        let shape = inputs.shape(batch, listened);
+        StepShape { recorded: shape.recorded && self.profile.is_none(), ..shape }
     }
 
     fn set_inputs(&self, inputs: &mut CudaInputs, batch: &Batch, shape: StepShape) -> Result<(), DeviceError> {
@@ -94,7 +96,7 @@ impl Device for CudaDevice {
     }
 
     fn runs_ahead(&self) -> usize {
-        if self.profile.is_none() { MOST_RECORDED } else { 0 }
+        MOST_RECORDED
     }
 
     fn context(&self, inputs: &CudaInputs, longest: usize) -> usize {

@@ -18,7 +18,7 @@ impl CudaDevice {
         (buf.at(0), buf.row())
     }
 
-    /// Where ranks leave their best logits, and the bytes of each rank's place.
+    /// Where ranks leave their choices, and the bytes of each rank's place.
     pub(crate) fn best_pairs(&self) -> Result<(u64, usize), super::GpuError> {
         Ok((self.group.pairs()?, super::group::PAIRS))
     }

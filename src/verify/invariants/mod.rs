@@ -9,6 +9,7 @@
 //! for the comparison. Both sides of such a comparison carry an error of their own; the limit is nevertheless the one
 //! for a single side, as a correct engine's error is a tenth of its floor.
 
+mod draws;
 pub mod freely;
 
 use std::cell::OnceCell;
@@ -28,7 +29,7 @@ use crate::probe::{Layout, Point};
 type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
 
 /// Parts of the stage, for the progress line.
-const PARTS: usize = 10;
+const PARTS: usize = 11;
 
 /// Runs the stage.
 ///
@@ -53,6 +54,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         ("dense", Bench::dense),
         ("ranks", Bench::degrees),
         ("graph", Bench::graph),
+        ("draws", Bench::draws),
     ];
     progress.at("invariants: three runs", 0, PARTS);
     if bench.repeat()? {
@@ -234,6 +236,11 @@ impl<'a> Bench<'a> {
             None => Check::exact(name, true, format!("{tail} decode steps, {count} of them replayed: same bits")),
         };
         self.checks.push(check);
+        Ok(())
+    }
+
+    fn draws(&mut self) -> Result<(), VerifyError> {
+        self.checks.push(draws::check(self.subject)?);
         Ok(())
     }
 

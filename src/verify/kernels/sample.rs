@@ -11,11 +11,11 @@ use crate::verify::Check;
 
 /// Both kernels.
 pub fn run(lab: &Lab<'_>, out: &mut Vec<Check>) {
-    out.push(check("best_logit", |case| best_logit(lab, case)));
+    out.push(check("best_token", |case| best_token(lab, case)));
     out.push(check("advance", |case| advance(lab, case)));
 }
 
-fn best_logit(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
+fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (width, block) in [(1usize, 32u32), (31, 64), (1000, 256), (9691, 1024)] {
         let n = 14;
         let mut x = Random::of(&format!("logits {width}")).values(n * width);
@@ -43,7 +43,7 @@ fn best_logit(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let (at, stride, w, to) = (area.at(0), view.row as i64, width as i32, out.at(0));
         let (t, s, p) = (temperatures.at(0), seeds.at(0), position.at(0));
         let args: [&dyn Arg; 8] = [&at, &stride, &w, &first, &t, &s, &p, &to];
-        let seen = lab.thrice(&[&out], &|| lab.launch("sample", "best_logit", geometry::per_row(n, block), &args))?;
+        let seen = lab.thrice(&[&out], &|| lab.launch("sample", "best_token", geometry::per_row(n, block), &args))?;
         let words: Vec<usize> = (0..2 * n).collect();
         let found = seen.take(case, "pairs", 0, &out, &words);
         for (i, pair) in found.chunks_exact(2).enumerate() {

@@ -74,7 +74,7 @@ mutant() {
     timeout -k 5 120 "$lockstep" verify kernels -m "$nano" --device cuda:0 --kernels-dir "$folder" --json \
         > "$out/$name.json" 2> "$out/$name.log"
     if [ $? -eq 1 ] && ! cmp -s "kernels/cu/$2" "$folder/$2" && ! grep -q "does not compile" "$out/$name.json"; then
-        code=0 found="caught by $(grep -c '"verdict": "DIVERGENT"' "$out/$name.json") checks"
+        code=0 found="caught by $(grep -c '^          "verdict": "DIVERGENT"' "$out/$name.json") checks"
     fi
     rm -rf "$folder"
     line "$name" $code $((SECONDS - start)) "$found"

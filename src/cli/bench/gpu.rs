@@ -403,14 +403,13 @@ impl Report<'_> {
         let launches = self.launches();
         writeln!(
             out,
-            "  step     {} = {:.1} in kernels + {:.1} in {launches} launches (as if empty) + {:.1} elsewhere; {} replays of {} nodes",
+            "  step     {} = {:.1} in kernels + {:.1} in {launches} launches (as if empty) + {:.1} elsewhere",
             us(self.step()),
             1e6 * self.kernels(),
             1e6 * launches as f64 * self.empty.recorded,
-            1e6 * self.rest(),
-            self.replays,
-            self.nodes
+            1e6 * self.rest()
         )?;
+        writeln!(out, "  graph    {} nodes, replayed {} times", self.nodes, self.replays)?;
         if let Some(alone) = self.alone {
             writeln!(
                 out,

@@ -79,6 +79,8 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
     cubins: Cubins,
     loaded: Mutex<Loaded>,
+    /// Held while a launch is timed: virtual ranks share the stream, and none's launch may come between another's events.
+    pub(super) timed: Mutex<()>,
     /// Which GPU of the machine.
     pub ordinal: usize,
     /// Its name.
@@ -154,7 +156,16 @@ impl Gpu {
         let (major, minor) = context.compute_capability().map_err(at(open()))?;
         let arch = arch(major, minor);
         let name = context.name().map_err(at(open()))?;
-        Ok(Arc::new(Gpu { context, stream, cubins, loaded: Mutex::default(), ordinal, name, arch }))
+        Ok(Arc::new(Gpu {
+            context,
+            stream,
+            cubins,
+            loaded: Mutex::default(),
+            timed: Mutex::default(),
+            ordinal,
+            name,
+            arch,
+        }))
     }
 
     /// Its context.

@@ -50,9 +50,11 @@ impl Profile {
             // SAFETY: event and stream are of this context.
             unsafe { result::event::record(e, gpu.stream().cu_stream()) }.map_err(at("recording an event"))
         };
+        let alone = gpu.timed.lock().unwrap_or_else(PoisonError::into_inner);
         record(events[0])?;
         let done = start();
         record(events[1])?;
+        drop(alone);
         let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         pending.push(Pending { gpu: gpu.clone(), op, bytes, events });
         Ok(done)

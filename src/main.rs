@@ -12,6 +12,8 @@ fn main() -> ExitCode {
         // SAFETY: no other thread runs yet.
         unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
     }
+    #[cfg(feature = "cuda")]
+    lockstep::device::cuda::missing::ends_with_a_message();
     match run(Cli::parse()) {
         Ok(exit) => ExitCode::from(exit.code()),
         Err(error) => {

@@ -65,3 +65,31 @@ fn the_cpu_has_no_links() {
     let verify = run(lockstep().args(["verify", "host", "-m"]).arg(common::golden("glm5-nano-Q4_K_M.gguf"))).exits(3);
     verify.says("the ranks are CPU threads");
 }
+
+#[test]
+#[cfg(feature = "cuda")]
+fn libraries_without_the_functions_are_named() {
+    use std::process::Command;
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let source = folder.path().join("empty.rs");
+    std::fs::write(&source, "").expect("written");
+    let empty = |name: &str| {
+        let library = folder.path().join(name);
+        let mut rustc = Command::new("rustc");
+        rustc.args(["--crate-type", "cdylib", "--crate-name", "empty", "-o"]).arg(&library).arg(&source);
+        assert!(rustc.status().expect("rustc runs").success());
+    };
+    let with = |args: &[&str]| run(lockstep().args(args).env("LD_LIBRARY_PATH", folder.path())).exits(2);
+    empty("libnvrtc.so");
+    let cache = folder.path().join("cubins");
+    let cache = cache.to_str().expect("UTF-8");
+    let build = with(&["kernels", "build", "--arch", "sm_90a", "--cache", cache]);
+    assert!(build.stderr.contains("the libnvrtc.so that was loaded lacks the function nvrtc"), "{}", build.stderr);
+    empty("libcuda.so");
+    for args in [&["doctor", "--device", "cuda"][..], &["bench", "--device", "cuda"]] {
+        let run = with(args);
+        let named = run.stderr.contains("the libcuda.so that was loaded lacks the function cuDriverGetVersion");
+        assert!(named && run.stdout.is_empty(), "{}", run.stderr);
+    }
+}

@@ -133,6 +133,7 @@ check drawn drawn cuda:0 1 1
 check drawn drawn cuda:0 2 5
 check drawn drawn cuda:0 8 4294967297
 for tp in 2 8; do
+    check bisect-tp$tp run bisect-clean-tp$tp 90 "$lockstep" bisect -m "$nano" --device cuda:0 --tp $tp --json
     check bisect-tp$tp named cuda:0 SHARD_ORDER $tp blk.2.attn_qkv_a
     check bisect-tp$tp named cuda:0 KV_B_LAYOUT $tp blk.1.attn_k_b
     check bisect-tp$tp named cuda:0 NAME_MAP $tp blk.1.attn_q_a_norm

@@ -13,6 +13,7 @@ mod inputs;
 pub mod launches;
 mod load;
 pub mod memory;
+pub mod missing;
 mod ops;
 mod params;
 pub mod peer;

@@ -54,7 +54,10 @@ fn gpus_that_were_asked_for_and_are_not_there_are_no_pass() {
     }
     for device in ["cuda", "cuda:0,1"] {
         let run = doctor(&["--device", device]).exits(2);
-        assert!(run.stderr.contains("--device cuda") && run.stdout.is_empty(), "{}", run.stderr);
+        assert!(run.stderr.contains("--device cuda"), "{}", run.stderr);
+        run.says("main memory").says("none is checked").says("no GPU was checked");
+        let json: Json = serde_json::from_str(&doctor(&["--device", device, "--json"]).exits(2).stdout).expect("JSON");
+        assert_eq!(json["exit"], 2);
     }
     assert!(doctor(&["--device", "gpu"]).exits(2).stderr.contains("cuda:0,1"));
 }

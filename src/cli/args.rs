@@ -236,19 +236,19 @@ pub struct GenerateArgs {
     #[arg(short = 'n', long, default_value_t = 256, value_name = "N")]
     pub max_tokens: usize,
     /// From 0.0001 to 10000; 0 is greedy
-    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    #[arg(long, default_value_t = 0.0, value_name = "T", allow_negative_numbers = true)]
     pub temperature: f32,
     /// Keep the K most likely tokens; 0 keeps all
-    #[arg(long, default_value_t = 0, value_name = "K")]
+    #[arg(long, default_value_t = 0, value_name = "K", requires = "temperature")]
     pub top_k: usize,
     /// Keep the most likely tokens until their probabilities reach P
-    #[arg(long, default_value_t = 1.0, value_name = "P")]
+    #[arg(long, default_value_t = 1.0, value_name = "P", allow_negative_numbers = true, requires = "temperature")]
     pub top_p: f32,
     /// Drop tokens less likely than this share of the most likely one
-    #[arg(long, default_value_t = 0.0, value_name = "P")]
+    #[arg(long, default_value_t = 0.0, value_name = "P", allow_negative_numbers = true, requires = "temperature")]
     pub min_p: f32,
     /// Seed of the noise that the temperature weighs: the same seed draws the same text on every device
-    #[arg(long, default_value_t = 0, value_name = "SEED")]
+    #[arg(long, default_value_t = 0, value_name = "SEED", requires = "temperature")]
     pub seed: u64,
 }
 
@@ -285,7 +285,7 @@ pub struct BenchArgs {
 /// `synth`.
 #[derive(Debug, Clone, Args)]
 pub struct SynthArgs {
-    /// The .gguf file to make; it must not exist
+    /// The .gguf file to make; it must not exist. Four layers of GLM-5 take 18.5 GiB, two 7.4 GiB
     #[arg(long, value_name = "PATH")]
     pub out: PathBuf,
     /// Layers
@@ -303,7 +303,7 @@ pub struct SynthArgs {
     /// Tokens of the vocabulary, from 324 [default: 154880, small 1024]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(324..=1_000_000))]
     pub vocab: Option<u32>,
-    /// Narrow layers of 3 and 9 MB, for tests, instead of GLM-5's
+    /// Narrow layers of 3 MB (dense) and 9 MB (MoE) instead of GLM-5's, for tests: 33 MiB in all
     #[arg(long)]
     pub small: bool,
     /// One type for every quantised matrix, such as Q8_0 [default: Q4_K with some Q6_K and Q5_0, as files have them]
@@ -366,7 +366,7 @@ pub struct SubjectArgs {
     #[arg(long, value_name = "LIST")]
     pub layers: Option<String>,
     /// Query rows at which operations are judged; the last is always one of them
-    #[arg(long, default_value_t = 16, value_name = "N")]
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = at_least_one)]
     pub rows: usize,
     /// Seed of sampled rows
     #[arg(long, default_value_t = 0, value_name = "SEED")]
@@ -374,6 +374,11 @@ pub struct SubjectArgs {
     /// Break something on purpose: KIND@SITE[:rank=R]; may repeat; `list` prints the valid ones
     #[arg(long, value_name = "FAULT")]
     pub inject: Vec<String>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let n: usize = text.parse().map_err(|e| format!("{e}"))?;
+    (n > 0).then_some(n).ok_or("expected at least 1".into())
 }
 
 /// `bisect`.

@@ -302,10 +302,10 @@ impl Report<'_> {
         let mut text =
             format!("{reads}, {share:.0} % of the {} of a read sweep over {}", gb(b.bytes_per_second), bytes(b.buffer));
         if b.is_cached() {
-            text.push_str(&format!(" (too small to rule out the cache of {})", bytes(b.cache)));
+            text.push_str(&format!("\n           (too small to rule out the cache of {})", bytes(b.cache)));
         }
         if self.weights.iter().sum::<u64>() <= b.cache {
-            text.push_str("; the weights fit into a cache, so memory is no limit here");
+            text.push_str(";\n           the weights fit into a cache, so memory is no limit here");
         }
         text
     }
@@ -315,8 +315,8 @@ impl Report<'_> {
         let most = self.weights.iter().max().copied().unwrap_or(0);
         let peak = self.peak.map_or("unknown".into(), bytes);
         format!(
-            "peak {peak} resident, with {} of weights on {} ranks by the plan (at most {} on one) and the mapped file's \
-             {}; expanded to f32 the weights would take {}",
+            "peak {peak} resident, with {} of weights by the plan (ranks: {}, at most {} on one)\n           and the mapped \
+             file's {}; expanded to f32 the weights would take {}",
             bytes(weights),
             self.weights.len(),
             bytes(most),

@@ -44,7 +44,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         serde_json::to_writer_pretty(&mut *out, &document(&subject, &device, &found))?;
         writeln!(out)?;
     } else {
-        print(&subject, &device, &found, out)?;
+        print(&subject, &device, &found, args.subject.rows, out)?;
     }
     Ok(match found.verdict {
         Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
@@ -57,17 +57,20 @@ fn kind(culprit: &Culprit) -> &str {
     culprit.explanation.as_ref().map_or("UNKNOWN", |e| e.kind)
 }
 
-fn print(subject: &Subject, device: &str, found: &Bisection, out: &mut dyn Write) -> std::io::Result<()> {
+fn print(subject: &Subject, device: &str, found: &Bisection, asked: usize, out: &mut dyn Write) -> std::io::Result<()> {
+    let rows = match subject.rows.len() {
+        all if all > asked => format!("{asked} rows, then at all {all}"),
+        rows => format!("{rows} rows"),
+    };
     writeln!(
         out,
-        "{}: tp {}, {device}, recipe {}, attention {}, {}; {} operations judged at {} rows\n",
+        "{}: tp {}, {device}, recipe {}, attention {}, {}; {} operations judged at {rows}\n",
         subject.checkpoint.name(),
         subject.tp,
         subject.recipe.name(),
         subject.attention.name(),
         subject.prompt,
-        found.judged,
-        subject.rows.len()
+        found.judged
     )?;
     if let Some(place) = &found.parts_at {
         return writeln!(out, "verdict: NONDETERMINISTIC, no other verdict. The same input parts first at {place}.");

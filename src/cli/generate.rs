@@ -68,7 +68,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
     let decode = (ids.len() as f64 - 1.0).max(0.0) / (elapsed - prefill).as_secs_f64().max(1e-9);
     if args.model.json {
         let document = json!({
-            "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
+            "model": checkpoint.name(), "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
             "attention": engine.options().attention.name(), "tp": engine.tp(), "seed": args.seed,
             "device": args.device.device.to_string(), "recipe": engines.recipe().name(),
             "prefill_seconds": prefill.as_secs_f64(), "decode_tokens_per_second": decode,
@@ -77,10 +77,12 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         writeln!(out)?;
     } else {
         writeln!(out, "{rest}")?;
+        out.flush()?; // the note goes to the other stream, and comes behind the text
         writeln!(
             std::io::stderr(),
-            "[{prompt_tokens} prompt tokens in {:.0} ms; {} tokens at {decode:.0} tokens/s; finish: {reason}; \
+            "[{}: {prompt_tokens} prompt tokens in {:.0} ms; {} tokens at {decode:.0} tokens/s; finish: {reason}; \
              attention: {}; tp {}, {}, recipe {}]",
+            checkpoint.name(),
             prefill.as_secs_f64() * 1e3,
             ids.len(),
             engine.options().attention.name(),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
 
 use super::args::SubjectArgs;
 use super::{CliError, attention, device};
@@ -59,6 +60,16 @@ pub(super) fn device_name(args: &SubjectArgs, subject: &Subject) -> String {
 pub(super) fn list_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<(), CliError> {
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
     let tp = degree(args);
+    if args.model.json {
+        let faults = CATALOGUE.iter().map(|fault| {
+            let sites: Vec<String> = fault.sites(&checkpoint, tp).iter().map(ToString::to_string).collect();
+            json!({ "kind": fault.kind(), "about": fault.about(), "tp": tp, "sites": sites })
+        });
+        let faults: Vec<serde_json::Value> = faults.collect();
+        serde_json::to_writer_pretty(&mut *out, &faults)?;
+        writeln!(out)?;
+        return Ok(());
+    }
     for fault in CATALOGUE {
         let sites = fault.sites(&checkpoint, tp);
         writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind(), fault.about(), sites.len())?;

@@ -106,6 +106,8 @@ pub enum SynthError {
     Exists { path: PathBuf },
     #[error("{}: another run is writing it, or one was stopped; remove it if none runs", path.display())]
     Left { path: PathBuf },
+    #[error("{}: the model takes {needed} bytes, and {free} are free there", path.display())]
+    Disk { path: PathBuf, needed: u64, free: u64 },
     #[error("{}: cannot {doing}: {source}", path.display())]
     Io { path: PathBuf, doing: &'static str, source: std::io::Error },
 }

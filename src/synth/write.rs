@@ -47,9 +47,10 @@ pub fn write(spec: &Spec, path: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     let io = |doing| move |source| SynthError::Io { path: part_name(path), doing, source };
     let mut head = Vec::new();
     gguf::header(&mut head, ALIGNMENT, &metadata, &table).map_err(io("lay out"))?;
-    file.write_all(&head).map_err(io("write"))?;
     let pieces: Vec<Piece> = table.iter().zip(&fills).flat_map(|(t, f)| Piece::of(t, f)).collect();
     let all = head.len() as u64 + pieces.iter().map(|p| p.len() as u64).sum::<u64>();
+    room(&part.0, all)?;
+    file.write_all(&head).map_err(io("write"))?;
     let start = head.len() as u64;
     emit(&pieces, &mut file, &|done| progress(start + done, all)).map_err(io("write"))?;
     drop(file);
@@ -82,6 +83,15 @@ fn check(spec: &Spec) -> Result<(), SynthError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses what the disk has no room for; a file system that does not say lets the writing find out.
+fn room(path: &Path, needed: u64) -> Result<(), SynthError> {
+    let free = rustix::fs::statvfs(path).map_or(u64::MAX, |fs| fs.f_bavail.saturating_mul(fs.f_frsize));
+    if free < needed {
+        return Err(SynthError::Disk { path: path.into(), needed, free });
+    }
+    Ok(())
 }
 
 fn part_name(path: &Path) -> PathBuf {

@@ -36,17 +36,21 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         .collect();
     checks.push(sparse_activity(subject, &findings));
     let report = StageReport { stage: "activations", summary: String::new(), checks, made, seconds: 0.0 };
-    let (worst, share) = match report.worst() {
-        Some(c) => (c.name.clone(), c.rho.unwrap_or((0.0, 1.0))),
-        None => ("none".into(), (0.0, 1.0)),
+    let judged = findings.iter().filter(|f| f.verdict > Verdict::NotApplicable && f.verdict != Verdict::Unmeasured);
+    let summary = match (judged.count(), report.worst()) {
+        (0, _) | (_, None) => {
+            format!("none of {made} operations could be replayed: their inputs or results are not there")
+        }
+        (judged, Some(c)) => {
+            let (rho, limit) = c.rho.unwrap_or((0.0, 1.0));
+            let of = if judged < made { format!(" of {made}") } else { String::new() };
+            let (rows, all) = (subject.rows.len(), subject.ids.len());
+            let worst = &c.name;
+            format!(
+                "{judged}{of} operations replayed at {rows} of {all} rows; worst {worst}: rho {rho:.2} of {limit:.2}"
+            )
+        }
     };
-    let summary = format!(
-        "{made} operations replayed at {} of {} rows; worst {worst}: rho {:.2} of {:.2}",
-        subject.rows.len(),
-        subject.ids.len(),
-        share.0,
-        share.1
-    );
     Ok(StageReport { summary, ..report })
 }
 

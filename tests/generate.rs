@@ -71,11 +71,13 @@ fn what_cannot_be_run_exits_2_and_says_why() {
     assert!(run_tp.stderr.contains("attention heads (8)") && run_tp.stderr.contains("1, 2, 4, 8"), "{}", run_tp.stderr);
     assert!(with_model("generate", &["x", "--tp", "0"]).exits(2).stderr.contains("--tp 0"));
     assert!(with_model("generate", &["x", "--chunk", "0"]).exits(2).stderr.contains("--chunk"));
-    for (flag, value) in [("--temperature", "0.00001"), ("--temperature", "nan"), ("--top-p", "0"), ("--min-p", "1.5")]
-    {
-        let refused = with_model("generate", &["x", flag, value]).exits(2);
+    for (flag, value) in [("--temperature", "0.00001"), ("--temperature", "-1"), ("--top-p", "0"), ("--min-p", "1.5")] {
+        let warm: &[&str] = if flag == "--temperature" { &[] } else { &["--temperature", "1"] };
+        let refused = with_model("generate", &[&["x", flag, value], warm].concat()).exits(2);
         assert!(refused.stderr.contains(&format!("{flag}: expected")), "{}", refused.stderr);
     }
+    let cold = with_model("generate", &["x", "--seed", "4"]).exits(2);
+    assert!(cold.stderr.contains("--temperature"), "a seed that does nothing: {}", cold.stderr);
     let missing = run(lockstep().args(["generate", "x", "-m", "/nowhere/model.gguf"])).exits(2);
     assert!(missing.stderr.contains("/nowhere/model.gguf") && missing.stdout.is_empty(), "{}", missing.stderr);
     let long = "word ".repeat(2000);

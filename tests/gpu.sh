@@ -6,14 +6,18 @@
 # SLICES=folder keeps the models of real widths (45 GB at most at a time), which go to a temporary folder otherwise.
 set -u
 here=$(realpath "$(dirname "$0")/..")
-out=$(realpath -m "${1:?usage: tests/gpu.sh OUT [BINARY]}")
+[ $# -ge 1 ] || { echo "usage: tests/gpu.sh OUT [BINARY]"; exit 2; }
+out=$(realpath -m "$1")
 lockstep=$(realpath -m "${2:-$here/target/release/lockstep}")
 cd "$here" || exit 2
-[ -x "$lockstep" ] || { echo "expected the binary $lockstep; build it with cargo build --release"; exit 2; }
+[ -f "$lockstep" ] && [ -x "$lockstep" ] || { echo "expected the binary $lockstep; build it with cargo build --release"; exit 2; }
 command -v nvidia-smi > /dev/null || { echo "no NVIDIA GPU: nvidia-smi was not found"; exit 2; }
 stages=${STAGES:-.}
+[[ x =~ $stages ]]
+[ $? -ne 2 ] || { echo "expected a regular expression in STAGES, found $stages"; exit 2; }
 jobs=${JOBS:-1}
-mkdir -p "$out"
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "expected a number from 1 in JOBS, found $jobs"; exit 2; }
+mkdir -p "$out" || exit 2
 slices=${SLICES:-$(mktemp -d)}
 [ -n "${SLICES:-}" ] || trap 'rm -rf "$slices"' EXIT
 nano=goldens/models/glm5-nano-Q4_K_M.gguf
@@ -21,39 +25,60 @@ nano52=goldens/models/nano52-Q2_K.gguf
 asks=goldens/glm5-nano/recall.json
 text="In the beginning" # 11 tokens of the synthetic vocabulary, more than --index-top-k of the slices
 table=$out/summary.txt
-trap 'kill $(jobs -rp) 2> /dev/null; pkill -P $$; exit 130' INT TERM
+
+# stop PID: ends what it has started, and what that has started.
+stop() {
+    local child
+    for child in $(pgrep -P "$1"); do
+        stop "$child"
+        kill "$child" 2> /dev/null
+    done
+}
+trap 'stop $$; exit 130' INT TERM
 : > "$table"
 
 wanted() { [[ $1 =~ $stages ]]; }
 
 # line NAME EXIT SECONDS TEXT: a line of the table.
-line() { printf '%-32s exit %-3s %6s s  %s\n' "$1" "$2" "$3" "$4" | tee -a "$table"; }
+line() { printf '%-36s exit %-3s %6s s  %s\n' "$1" "$2" "$3" "$4" | tee -a "$table"; }
 
 # run NAME SECONDS COMMAND..: stdout to NAME.json, stderr to NAME.log, a line to the table.
 run() {
     local name=$1 limit=$2 start code
     shift 2
     start=$SECONDS
-    timeout -k 5 "$limit" "$@" > "$out/$name.json" 2> "$out/$name.log"
+    # In the background, since a signal is heard while waiting and not while a command runs.
+    timeout -k 5 "$limit" "$@" > "$out/$name.json" 2> "$out/$name.log" &
+    wait $!
     code=$?
     line "$name" $code $((SECONDS - start)) "$(sed -n 's/^  "verdict": "\(.*\)",$/\1/p' "$out/$name.json" | head -1)"
 }
 
+# judged NAME SECONDS CODE GOOD BAD: a line for a command that has answered with 0 or 1: GOOD, or BAD where that is empty.
+judged() {
+    if [ "$3" -gt 1 ]; then
+        line "$1" "$3" "$2" "did not run"
+    else
+        line "$1" "$([ -n "$4" ]; echo $?)" "$2" "${4:-$5}"
+    fi
+}
+
 # named DEVICE FAULT TP SITE: the fault must be found and named: exit 1 is right, and the JSON names it.
 named() {
-    local name="bisect-$2-tp$3-${1//[:,]/-}" start=$SECONDS code=1 found="NOT NAMED"
+    local name="bisect-$2-tp$3-${1//[:,]/-}" start=$SECONDS code found=""
     timeout -k 5 90 "$lockstep" bisect -m "$nano" --device "$1" --tp "$3" --inject "$2@$4" --json \
         > "$out/$name.json" 2> "$out/$name.log"
+    code=$?
     # The first kind in the document is the culprit's; those that were ruled out stand behind it.
-    if [ $? -eq 1 ] && [ "$(sed -n 's/^ *"kind": "\(.*\)",*$/\1/p' "$out/$name.json" | head -1)" = "$2" ]; then
-        code=0 found=named
+    if [ $code -eq 1 ] && [ "$(sed -n 's/^ *"kind": "\(.*\)",*$/\1/p' "$out/$name.json" | head -1)" = "$2" ]; then
+        found=named
     fi
-    line "$name" $code $((SECONDS - start)) "$found"
+    judged "$name" $((SECONDS - start)) $code "$found" "NOT NAMED"
 }
 
 # drawn DEVICE TP SEED: a text that is drawn with a temperature is the CPU's, and not the likeliest one.
 drawn() {
-    local name="drawn-tp$2-${1//[:,]/-}" start=$SECONDS code=1 found="OTHER TEXTS" text
+    local name="drawn-tp$2-${1//[:,]/-}" start=$SECONDS code found=""
     text() { # ids of a text: DEVICE TEMPERATURE
         timeout -k 5 90 "$lockstep" generate --raw "And it came to pass" -m "$nano" --device "$1" --tp "$tp" \
             --temperature "$2" --seed "$seed" -n 64 --json > "$out/$name.json" 2> "$out/$name.log" || return
@@ -61,23 +86,25 @@ drawn() {
     }
     local tp=$2 seed=$3 plain host device
     plain=$(text cpu 0) && host=$(text cpu 1.5) && device=$(text "$1" 1.5)
-    if [ $? -eq 0 ] && [ -n "$host" ] && [ "$host" != "$plain" ] && [ "$device" = "$host" ]; then
-        code=0 found="$(grep -c '[0-9]' <<< "$device") tokens as on the CPU"
+    code=$?
+    if [ $code -eq 0 ] && [ -n "$host" ] && [ "$host" != "$plain" ] && [ "$device" = "$host" ]; then
+        found="$(grep -c '[0-9]' <<< "$device") tokens as on the CPU"
     fi
-    line "$name" $code $((SECONDS - start)) "$found"
+    judged "$name" $((SECONDS - start)) $code "$found" "OTHER TEXTS"
 }
 
 # mutant NAME FILE SED: a kernel source that SED changes must fail the stage kernels.
 mutant() {
-    local name="mutant-$1" start=$SECONDS code=1 found="NOT CAUGHT" folder="$out/mutant-$1.cu"
+    local name="mutant-$1" start=$SECONDS code found="" folder="$out/mutant-$1.cu"
     rm -rf "$folder" && cp -r kernels/cu "$folder" && sed -i "$3" "$folder/$2"
     timeout -k 5 120 "$lockstep" verify kernels -m "$nano" --device cuda:0 --kernels-dir "$folder" --json \
         > "$out/$name.json" 2> "$out/$name.log"
-    if [ $? -eq 1 ] && ! cmp -s "kernels/cu/$2" "$folder/$2" && ! grep -q "does not compile" "$out/$name.json"; then
-        code=0 found="caught by $(grep -c '^          "verdict": "DIVERGENT"' "$out/$name.json") checks"
+    code=$?
+    if [ $code -eq 1 ] && ! cmp -s "kernels/cu/$2" "$folder/$2" && ! grep -q "does not compile" "$out/$name.json"; then
+        found="caught by $(grep -c '^          "verdict": "DIVERGENT"' "$out/$name.json") checks"
     fi
     rm -rf "$folder"
-    line "$name" $code $((SECONDS - start)) "$found"
+    judged "$name" $((SECONDS - start)) $code "$found" "NOT CAUGHT"
 }
 
 # check NAME COMMAND..: COMMAND beside others, at most $jobs at once.
@@ -108,13 +135,20 @@ drop() {
 # median NAME: decode tokens per second of a bench.
 median() { sed -n '/"decode_tokens_per_second"/,/"median"/s/.*"median": \([0-9.]*\).*/\1/p' "$out/$1.json"; }
 
-gpus=$(nvidia-smi -L 2> "$out/nvidia-smi.log" | wc -l)
+gpus=$(nvidia-smi -L 2> "$out/nvidia-smi.log" | grep -c '^GPU [0-9]')
+[ "$gpus" -gt 0 ] || { echo "no NVIDIA GPU: nvidia-smi lists none"; exit 2; }
+# Ranks are a power of two.
+multi=1
+while [ $((2 * multi)) -le "$gpus" ] && [ $multi -lt 8 ]; do multi=$((2 * multi)); done
 echo "$gpus GPUs, $jobs checks at a time" | tee -a "$table"
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
-arch=sm_$capability
-[ "$capability" -lt 90 ] || arch=${arch}a
-[ "$capability" -ge 90 ] || arch=sm_80
-alone kernels-build run kernels-build 240 "$lockstep" kernels build --arch "$arch" --json
+case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1) in
+    8.*) arch=sm_80 ;;
+    9.0) arch=sm_90a ;;
+    10.0) arch=sm_100a ;;
+    12.0) arch=sm_120a ;;
+    *) arch= ;; # kernels are then compiled at their first use
+esac
+[ -z "$arch" ] || alone kernels-build run kernels-build 240 "$lockstep" kernels build --arch $arch --json
 alone doctor run doctor 200 "$lockstep" doctor --device cuda --json
 
 # One GPU, virtual ranks.
@@ -164,19 +198,19 @@ fi
 # Several GPUs: one rank each, over NCCL.
 if [ "$gpus" -gt 1 ]; then
     for recipe in strict fast; do
-        check multi-nano run multi-nano-$recipe 100 "$lockstep" verify -m "$nano" --device cuda --tp "$gpus" \
+        check multi-nano run multi-nano-$recipe 100 "$lockstep" verify -m "$nano" --device cuda --tp "$multi" \
             --recipe $recipe --json
-        check multi-turns run multi-turns-$recipe 100 "$lockstep" verify logits -m "$nano" --device cuda --tp "$gpus" \
+        check multi-turns run multi-turns-$recipe 100 "$lockstep" verify logits -m "$nano" --device cuda --tp "$multi" \
             --recipe $recipe --asks "$asks" --all --json
     done
-    check multi-drawn drawn cuda "$gpus" 8
-    check multi-bisect named cuda SHARD_ORDER "$gpus" blk.2.attn_qkv_a
-    check multi-bisect named cuda SHARD_PLACEMENT "$gpus" blk.1.attn_output
-    check multi-bisect named cuda REDUCE_MISSED "$gpus" layers.1.attn.out
+    check multi-drawn drawn cuda "$multi" 8
+    check multi-bisect named cuda SHARD_ORDER "$multi" blk.2.attn_qkv_a
+    check multi-bisect named cuda SHARD_PLACEMENT "$multi" blk.1.attn_output
+    check multi-bisect named cuda REDUCE_MISSED "$multi" layers.1.attn.out
     if wanted multi-slice-verify; then
         slice verify --layers 2 --index-top-k 8
         check multi-slice-verify run multi-slice-verify 280 "$lockstep" verify -m "$slices/verify.gguf" --device cuda \
-            --tp "$gpus" --prompt "$text" --rows 4 --json
+            --tp "$multi" --prompt "$text" --rows 4 --json
     fi
 fi
 drop verify
@@ -189,15 +223,15 @@ if wanted slice-bench || { wanted multi-bench && [ "$gpus" -gt 1 ]; }; then
     alone slice-bench run slice-bench 200 "$lockstep" bench -m "$slices/bench.gguf" --device cuda:0 \
         --batch 1,2,4,8,16,32 --json
     if [ "$gpus" -gt 1 ] && wanted multi-bench; then
-        run multi-bench-4 200 "$lockstep" bench -m "$slices/bench.gguf" --device cuda --tp "$gpus" \
+        run multi-bench-4 200 "$lockstep" bench -m "$slices/bench.gguf" --device cuda --tp "$multi" \
             --batch 1,2,4,8,16,32 --json
         drop bench
         # Deeper by four MoE layers, and by one dense one: the differences extrapolate to 78 layers, three of them dense.
         slice moe --layers 8
-        run multi-bench-8 200 "$lockstep" bench -m "$slices/moe.gguf" --device cuda --tp "$gpus" --json
+        run multi-bench-8 200 "$lockstep" bench -m "$slices/moe.gguf" --device cuda --tp "$multi" --json
         drop moe
         slice dense --layers 5 --dense-layers 2
-        run multi-bench-dense 200 "$lockstep" bench -m "$slices/dense.gguf" --device cuda --tp "$gpus" --json
+        run multi-bench-dense 200 "$lockstep" bench -m "$slices/dense.gguf" --device cuda --tp "$multi" --json
         drop dense
         awk -v a="$(median multi-bench-4)" -v b="$(median multi-bench-8)" -v c="$(median multi-bench-dense)" 'BEGIN {
             if (a * b * c == 0) exit

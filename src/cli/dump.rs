@@ -68,7 +68,7 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
     if args.subject.model.json {
         let names: Vec<String> = points.iter().map(|(p, layer)| p.full_name(*layer)).collect();
         let document = json!({
-            "out": args.out, "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
+            "out": args.out.display().to_string(), "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
             "attention": trace.attention.name(), "digest": meta.digest, "device": device, "recipe": meta.recipe,
         });
         serde_json::to_writer_pretty(&mut *out, &document)?;

@@ -92,12 +92,12 @@ fn build(
         let module = |b: &Built| {
             let kernel = |u: &lockstep_kernels::Usage| json!({ "kernel": u.kernel, "registers": u.registers, "stack": u.stack, "spills": u.spills });
             json!({
-                "module": b.module, "arch": b.arch, "file": b.path, "cached": b.cached, "bytes": b.bytes,
+                "module": b.module, "arch": b.arch, "file": b.path.display().to_string(), "cached": b.cached, "bytes": b.bytes,
                 "kernels": b.usage.iter().map(kernel).collect::<Vec<_>>(),
             })
         };
         let document = json!({
-            "nvrtc": nvrtc, "cache": cubins.cache, "seconds": seconds, "compiled": compiled,
+            "nvrtc": nvrtc, "cache": cubins.cache.display().to_string(), "seconds": seconds, "compiled": compiled,
             "modules": built.iter().map(module).collect::<Vec<_>>(),
         });
         serde_json::to_writer_pretty(&mut *out, &document)?;

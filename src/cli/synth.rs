@@ -23,7 +23,7 @@ pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     let (Written { bytes: size, tensors }, seconds) = (written, start.elapsed().as_secs_f64());
     if args.json {
         let document = json!({
-            "path": args.out, "bytes": size, "tensors": tensors, "seconds": seconds, "layers": spec.layers,
+            "path": args.out.display().to_string(), "bytes": size, "tensors": tensors, "seconds": seconds, "layers": spec.layers,
             "dense_layers": spec.dense_layers, "experts": spec.widths.experts, "top_k": spec.widths.top_k,
             "vocab": spec.widths.vocab, "seed": spec.seed,
         });

@@ -85,7 +85,7 @@ fn nccl_version(code: i32) -> String {
 fn cache(path: &Path) -> Finding {
     const NAME: &str = "kernel cache";
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("/"));
-    let data = json!({ "path": path });
+    let data = json!({ "path": path.display().to_string() });
     match rustix::fs::access(there, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK) {
         Ok(()) if there.is_dir() => {
             Finding::new(NAME, Verdict::Match, format!("{} can be written", path.display()), data)

@@ -126,9 +126,8 @@ impl Cubins {
             Built { module: module.clone(), arch, path, cached, bytes, usage }
         };
         // Without a compiler any compiler's cubin of this source will do.
-        if let Some(path) = named.clone().or_else(|| self.any(&key))
-            && let Some((image, log)) = read_whole(&path)
-        {
+        let kept = named.clone().map_or_else(|| self.all(&key), |path| vec![path]);
+        if let Some((path, (image, log))) = kept.into_iter().find_map(|path| Some((path.clone(), read_whole(&path)?))) {
             return Ok((built(path, true, image.len(), &log), image));
         }
         let Some(path) = named else {
@@ -143,20 +142,20 @@ impl Cubins {
             )));
         }
         std::fs::create_dir_all(&self.cache).map_err(|source| CubinError::Io { path: self.cache.clone(), source })?;
-        write_whole(&path.with_extension("log"), format!("{}\n{log}", digest(&image)).as_bytes())?;
+        write_whole(&path.with_extension("log"), format!("{}\n{log}", digest(&image, &log)).as_bytes())?;
         write_whole(&path, &image)?;
         Ok((built(path, false, image.len(), &log), image))
     }
 
-    /// A cubin of this key, by any compiler.
-    fn any(&self, key: &str) -> Option<PathBuf> {
-        let entries = std::fs::read_dir(&self.cache).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    /// The cubins of this key, by any compiler.
+    fn all(&self, key: &str) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(&self.cache).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
         let mut found: Vec<PathBuf> = entries
             .filter(|path| path.extension().is_some_and(|e| e == "cubin"))
             .filter(|path| path.file_stem().is_some_and(|stem| stem.to_string_lossy().starts_with(key)))
             .collect();
         found.sort();
-        found.pop()
+        found
     }
 }
 
@@ -170,16 +169,16 @@ fn key(source: &str, options: &[String]) -> String {
     hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
-fn digest(image: &[u8]) -> String {
-    Sha256::digest(image).iter().map(|b| format!("{b:02x}")).collect()
+fn digest(image: &[u8], log: &str) -> String {
+    Sha256::new().chain_update(image).chain_update(log).finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// A cubin of the cache and its compiler's log, whose first line is the cubin's digest. What is damaged is not there: the
+/// A cubin of the cache and its compiler's log, whose first line is the digest of both. What is damaged is not there: the
 /// driver takes an image without its length.
 fn read_whole(path: &Path) -> Option<(Vec<u8>, String)> {
     let (image, text) = (std::fs::read(path).ok()?, std::fs::read_to_string(path.with_extension("log")).ok()?);
     let (first, log) = text.split_once('\n')?;
-    (digest(&image) == first && !Usage::parse(log).is_empty()).then(|| (image, log.to_string()))
+    (digest(&image, log) == first).then(|| (image, log.to_string()))
 }
 
 /// Writes beside the place and moves it there: a reader sees the whole file or none.
@@ -245,15 +244,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.cubin");
         let image = b"a cubin".to_vec();
-        write_whole(&path.with_extension("log"), format!("{}\n{LOG}", digest(&image)).as_bytes()).unwrap();
+        write_whole(&path.with_extension("log"), format!("{}\n{LOG}", digest(&image, LOG)).as_bytes()).unwrap();
         assert!(read_whole(&path).is_none(), "a log without its cubin");
         write_whole(&path, &image).unwrap();
         assert_eq!(read_whole(&path), Some((image.clone(), LOG.to_string())));
         std::fs::write(&path, &image[..3]).unwrap();
         assert!(read_whole(&path).is_none(), "a cubin that was cut off");
         std::fs::write(&path, &image).unwrap();
-        std::fs::write(path.with_extension("log"), format!("{}\n", digest(&image))).unwrap();
-        assert!(read_whole(&path).is_none(), "a log that names no kernel says nothing of spills");
+        std::fs::write(path.with_extension("log"), format!("{}\n{}", digest(&image, LOG), &LOG[..9])).unwrap();
+        assert!(read_whole(&path).is_none(), "a log that was cut off, which may say nothing of spills");
     }
 
     #[test]

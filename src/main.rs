@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
     }
     #[cfg(feature = "cuda")]
-    lockstep::device::cuda::missing::ends_with_a_message();
+    lockstep::device::cuda::libraries::end_where_functions_are_missing();
     match run(Cli::parse()) {
         Ok(exit) => ExitCode::from(exit.code()),
         Err(error) => {

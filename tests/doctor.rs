@@ -89,6 +89,13 @@ fn libraries_without_the_functions_are_named() {
     let cache = cache.to_str().expect("UTF-8");
     let build = with(&["kernels", "build", "--arch", "sm_90a", "--cache", cache]);
     assert!(build.stderr.contains("the libnvrtc.so that was loaded lacks the function nvrtc"), "{}", build.stderr);
+    let said = |bytes: &[u8], words: &[&str]| {
+        std::fs::write(folder.path().join("libcuda.so"), bytes).expect("written");
+        let doctor = run(lockstep().args(["doctor", "--json"]).env("LD_LIBRARY_PATH", folder.path()));
+        words.iter().for_each(|word| assert!(doctor.stdout.contains(word), "{}", doctor.stdout));
+    };
+    std::fs::remove_file(folder.path().join("libnvrtc.so")).expect("there");
+    said(b"no library", &["libcuda.so cannot be loaded", "file too short"]);
     empty("libcuda.so");
     for args in [&["doctor", "--device", "cuda"][..], &["bench", "--device", "cuda"]] {
         let run = with(args);

@@ -11,6 +11,7 @@ use super::meeting::Meeting;
 use super::{Collective, CommError};
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::gpu::{Gpu, GpuError};
+use crate::device::cuda::libraries::why;
 use crate::device::{Device, Site};
 use crate::engine::EngineError;
 
@@ -82,9 +83,8 @@ impl Nccl {
         let failed =
             |reason: String| EngineError::Comm(CommError::Device { rank: 0, site: "joining NCCL".into(), reason });
         if version().is_none() {
-            let looked = "libnccl.so was not found: install NCCL, or link libnccl.so.2 to that name in a folder on \
-                          LD_LIBRARY_PATH";
-            return Err(failed(looked.into()));
+            let advice = "install NCCL, or link libnccl.so.2 to that name in a folder on LD_LIBRARY_PATH";
+            return Err(failed(format!("{}: {advice}", why("libnccl.so"))));
         }
         let ordinals: Vec<c_int> = gpus.iter().map(|g| g.ordinal as c_int).collect();
         let mut comms = vec![std::ptr::null_mut(); gpus.len()];

@@ -209,7 +209,7 @@ fn sums(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
     if crate::comm::nccl::version().is_none() {
         let (verdict, text) = match gpus.len() {
             ..=1 => (Verdict::NotApplicable, "one GPU, and no NCCL"),
-            _ => (Verdict::Unmeasured, "NCCL was not found, and several GPUs need it"),
+            _ => (Verdict::Unmeasured, "no NCCL, and several GPUs need it"),
         };
         f.all.push(Finding::plain(NAME, verdict, text));
         return;

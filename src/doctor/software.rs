@@ -9,6 +9,7 @@ use super::Finding;
 use crate::comm::nccl;
 use crate::device::cuda::cubin::{Cubins, nvrtc_version};
 use crate::device::cuda::gpu::{self, GpuError};
+use crate::device::cuda::libraries::why;
 use crate::verify::Verdict;
 
 /// Driver and GPUs: how many there are, and the finding.
@@ -49,7 +50,9 @@ fn kernel_module(text: &str) -> Option<&str> {
 
 /// NVRTC, NCCL and the cache.
 pub fn libraries(cubins: &Cubins) -> Vec<Finding> {
-    let missing = |name: &str, detail: &str| Finding::plain(name, Verdict::NotApplicable, detail);
+    let missing = |name: &str, library: &str, advice: &str| {
+        Finding::plain(name, Verdict::NotApplicable, format!("{}: {advice}", why(library)))
+    };
     let nvrtc = match nvrtc_version() {
         Some((major, minor)) => {
             let version = format!("{major}.{minor}");
@@ -57,7 +60,8 @@ pub fn libraries(cubins: &Cubins) -> Vec<Finding> {
         }
         None => missing(
             "NVRTC",
-            "libnvrtc.so was not found: install CUDA's NVRTC (its wheel, nvidia-cuda-nvrtc, will do, with its folder on \
+            "libnvrtc.so",
+            "install CUDA's NVRTC (its wheel, nvidia-cuda-nvrtc, will do, with its folder on \
              LD_LIBRARY_PATH), or copy a cache that `lockstep kernels build` filled",
         ),
     };
@@ -68,7 +72,8 @@ pub fn libraries(cubins: &Cubins) -> Vec<Finding> {
         }
         None => missing(
             "NCCL",
-            "libnccl.so was not found: install NCCL (its wheel, nvidia-nccl-cu13, will do), and link libnccl.so.2 to that \
+            "libnccl.so",
+            "install NCCL (its wheel, nvidia-nccl-cu13, will do), and link libnccl.so.2 to that \
              name in a folder on LD_LIBRARY_PATH; one GPU needs none",
         ),
     };

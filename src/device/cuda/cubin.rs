@@ -9,6 +9,7 @@ use cudarc::nvrtc::sys;
 use lockstep_kernels::{TYPES, UNITS, Unit, Usage, embedded, options};
 use sha2::{Digest, Sha256};
 
+use super::libraries::why;
 use crate::quant::QuantType;
 
 /// A kernel that could not be compiled, or a cache that could not be used.
@@ -16,8 +17,9 @@ use crate::quant::QuantType;
 #[allow(missing_docs)]
 pub enum CubinError {
     #[error(
-        "no NVRTC: libnvrtc.so was not found, and {module} for {arch} is not in the cache {}. Install CUDA's NVRTC (its \
-         wheel will do, with its folder on LD_LIBRARY_PATH), or copy a cache that `lockstep kernels build` filled",
+        "no NVRTC: {}, and {module} for {arch} is not in the cache {}. Install CUDA's NVRTC (its wheel will do, with its \
+         folder on LD_LIBRARY_PATH), or copy a cache that `lockstep kernels build` filled",
+        why("libnvrtc.so"),
         cache.display()
     )]
     NoNvrtc { module: String, arch: String, cache: PathBuf },

@@ -13,13 +13,14 @@ use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
 use lockstep_kernels::geometry::Launch;
 
 use super::cubin::{CubinError, Cubins};
+use super::libraries::why;
 use crate::quant::QuantType;
 
 /// What went wrong on a GPU, and where.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum GpuError {
-    #[error("no NVIDIA driver: libcuda.so was not found. Install the driver, or run with --device cpu")]
+    #[error("no NVIDIA driver: {}. Install the driver, or run with --device cpu", why("libcuda.so"))]
     NoDriver,
     #[error("the NVIDIA driver is too old: expected one for CUDA {} or later, found one for CUDA {}. Install a newer one, or \
              run with --device cpu", cuda(*expected), cuda(*found))]

@@ -1,13 +1,26 @@
-//! Libraries that load and yet lack a function: too old, damaged, or another's of the same name. The bindings panic at the
-//! first call of such a function, on whichever thread that is.
+//! NVIDIA's libraries, where they cannot be used: they are not there, cannot be loaded, or load and yet lack a function,
+//! being too old, damaged, or another's of the same name.
 
+use std::error::Error;
 use std::panic;
 
 /// Exit code of what cannot be run, as the command line's contract has it.
 const CANNOT_RUN: i32 = 2;
 
-/// From now on such a call ends the process with a message that names library and function.
-pub fn ends_with_a_message() {
+/// Why `library` is of no use: the loader's own words, unless it is simply not there.
+pub fn why(library: &str) -> String {
+    // SAFETY: a library that the bindings have tried to load before.
+    let loaded = unsafe { libloading::Library::new(library) };
+    match loaded.map_err(|e| e.source().map_or(e.to_string(), ToString::to_string)) {
+        Ok(_) => format!("{library} was loaded and does not answer"),
+        Err(text) if text.contains("No such file") => format!("{library} was not found"),
+        Err(text) => format!("{library} cannot be loaded ({text})"),
+    }
+}
+
+/// The bindings panic at the first call of a function that a loaded library lacks, on whichever thread that is. From now
+/// on such a call ends the process with a message that names both.
+pub fn end_where_functions_are_missing() {
     let otherwise = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         let text = info.payload().downcast_ref::<String>().map_or("", String::as_str);

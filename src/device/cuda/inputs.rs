@@ -6,7 +6,7 @@ use lockstep_kernels::geometry::{self, Launch};
 
 use super::gpu::{Arg, GpuError};
 use super::memory::{Event, Memory, Pinned};
-use super::{CudaDevice, LOADING, Tokens};
+use super::{CudaBuf, CudaDevice, LOADING, Tokens};
 use crate::device::{DeviceError, Site, StepShape};
 use crate::engine::batch::Batch;
 use crate::engine::kv::PAGE;
@@ -65,11 +65,6 @@ impl CudaInputs {
         self.memory.address() + 4 * (3 * self.tokens) as u64
     }
 
-    /// Addresses of each row's temperature and seed.
-    pub(super) fn draws(&self) -> (u64, u64) {
-        (self.draws.address(), self.draws.address() + 4 * MOST_RECORDED as u64)
-    }
-
     /// Positions that the tables can name.
     pub(super) fn positions(&self) -> usize {
         self.pages * PAGE
@@ -111,6 +106,25 @@ impl CudaDevice {
         };
         let (draws, chosen, posts) = make().map_err(|e| self.error(LOADING, e))?;
         Ok(CudaInputs { memory, draws, tokens, sequences, pages, chosen, posts })
+    }
+
+    /// This rank's choice in each row; see sample.cu.
+    pub(super) fn best_of(
+        &self,
+        site: Site,
+        logits: &CudaBuf,
+        inputs: &CudaInputs,
+        first: usize,
+        width: usize,
+        n: usize,
+    ) -> Result<(), DeviceError> {
+        let (pairs, each) = self.best_pairs().map_err(|e| self.error(site, e))?;
+        let (from, row, w, id) = (logits.at(0), logits.row(), width as i32, first as i32);
+        let (temperatures, position) = (inputs.draws.address(), inputs.tokens().position);
+        let seeds = temperatures + 4 * MOST_RECORDED as u64;
+        let to = pairs + (self.rank * each) as u64;
+        let args: [&dyn Arg; 8] = [&from, &row, &w, &id, &temperatures, &seeds, &position, &to];
+        self.launch(site, "sample", None, "best_token", geometry::per_row(n, 1024), 0, &args)
     }
 
     /// The best over ranks becomes each row's next token; see sample.cu.

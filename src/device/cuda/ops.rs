@@ -112,12 +112,7 @@ impl Device for CudaDevice {
         width: usize,
         n: usize,
     ) -> Result<(), DeviceError> {
-        let (pairs, each) = self.best_pairs().map_err(|e| self.error(site, e))?;
-        let (from, row, w, id) = (logits.at(0), logits.row(), width as i32, first as i32);
-        let ((temperatures, seeds), position) = (inputs.draws(), inputs.tokens().position);
-        let to = pairs + (self.rank * each) as u64;
-        let args: [&dyn Arg; 8] = [&from, &row, &w, &id, &temperatures, &seeds, &position, &to];
-        self.launch(site, "sample", None, "best_token", geometry::per_row(n, 1024), 0, &args)
+        self.best_of(site, logits, inputs, first, width, n)
     }
 
     fn advance(&self, site: Site, inputs: &mut CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {

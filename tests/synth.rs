@@ -149,6 +149,14 @@ fn what_cannot_be_written_is_named() {
 }
 
 #[test]
+fn what_no_disk_holds_is_refused_before_anything_is_made_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = synth(&folder.path().join("m.gguf"), &["--layers", "1023", "--experts", "16383"]).exits(2);
+    assert!(refused.stderr.contains("m.gguf.part: the model takes ") && refused.stderr.contains("free there"));
+    assert!(files(folder.path()).is_empty());
+}
+
+#[test]
 fn a_finished_model_leaves_nothing_beside_it() {
     let folder = tempfile::tempdir().unwrap();
     small(folder.path(), "m.gguf", &[]);

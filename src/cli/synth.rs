@@ -23,8 +23,8 @@ pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     let (Written { bytes: size, tensors }, seconds) = (written, start.elapsed().as_secs_f64());
     if args.json {
         let document = json!({
-            "path": args.out.display().to_string(), "bytes": size, "tensors": tensors, "seconds": seconds, "layers": spec.layers,
-            "dense_layers": spec.dense_layers, "experts": spec.widths.experts, "top_k": spec.widths.top_k,
+            "path": args.out.display().to_string(), "bytes": size, "tensors": tensors, "seconds": seconds,
+            "layers": spec.layers, "dense_layers": spec.dense_layers, "experts": spec.widths.experts, "top_k": spec.widths.top_k,
             "vocab": spec.widths.vocab, "seed": spec.seed,
         });
         serde_json::to_writer_pretty(&mut *out, &document)?;

@@ -14,6 +14,7 @@ mod write;
 use std::path::PathBuf;
 
 use crate::quant::QuantType;
+use crate::report::table::bytes;
 
 pub use values::makes;
 pub use vocabulary::LEAST_VOCAB;
@@ -106,7 +107,7 @@ pub enum SynthError {
     Exists { path: PathBuf },
     #[error("{}: another run is writing it, or one was stopped; remove it if none runs", path.display())]
     Left { path: PathBuf },
-    #[error("{}: the model takes {needed} bytes, and {free} are free there", path.display())]
+    #[error("{}: the model takes {}, and {} are free there", path.display(), bytes(*needed), bytes(*free))]
     Disk { path: PathBuf, needed: u64, free: u64 },
     #[error("{}: cannot {doing}: {source}", path.display())]
     Io { path: PathBuf, doing: &'static str, source: std::io::Error },

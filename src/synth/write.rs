@@ -47,9 +47,11 @@ pub fn write(spec: &Spec, path: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     let io = |doing| move |source| SynthError::Io { path: part_name(path), doing, source };
     let mut head = Vec::new();
     gguf::header(&mut head, ALIGNMENT, &metadata, &table).map_err(io("lay out"))?;
+    // The header refuses rows that are not whole blocks; what has no size has no room either.
+    let padded = |t: &NewTensor| t.bytes()?.checked_next_multiple_of(ALIGNMENT);
+    let all = table.iter().try_fold(head.len() as u64, |sum, t| sum.checked_add(padded(t)?)).unwrap_or(u64::MAX);
+    room(&part.0, all)?; // before there is a list of its pieces
     let pieces: Vec<Piece> = table.iter().zip(&fills).flat_map(|(t, f)| Piece::of(t, f)).collect();
-    let all = head.len() as u64 + pieces.iter().map(|p| p.len() as u64).sum::<u64>();
-    room(&part.0, all)?;
     file.write_all(&head).map_err(io("write"))?;
     let start = head.len() as u64;
     emit(&pieces, &mut file, &|done| progress(start + done, all)).map_err(io("write"))?;

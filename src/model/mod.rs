@@ -4,6 +4,8 @@
 pub mod config;
 mod glm_dsa;
 pub mod params;
+pub mod place;
 
 pub use config::{Config, ConfigError, Gating, Indexer, Metadata};
 pub use params::{Kind, Param};
+pub use place::{Block, Layout, Place, Point};

@@ -66,7 +66,7 @@ fn assert_named(site: &str, kind: &str, layer: Option<usize>, op: &str, ranks: R
         let culprit = found.culprit.expect("a culprit");
         let explained = culprit.explanation.unwrap_or_else(|| panic!("{at}: UNKNOWN, {:?}", culprit.ruled_out));
         assert_eq!(explained.kind, kind, "{at}: {}", explained.statement);
-        assert_eq!((culprit.finding.layer, culprit.finding.point.name()), (layer, op), "{at}");
+        assert_eq!((culprit.finding.place.layer(), culprit.finding.place.point.name()), (layer, op), "{at}");
         let expected: Vec<usize> = match ranks {
             Ranks::All => (0..tp).collect(),
             Ranks::Others => (1..tp).collect(),
@@ -180,7 +180,7 @@ fn what_no_kind_explains_is_unknown() {
     for site in ["layers.2.ffn.norm", "layers.1.attn.latent", "layers.3.attn.q_absorbed:rank=1"] {
         let culprit = bisect(&format!("OP_NOISE@{site}"), 2).culprit.expect("a culprit");
         let site = site.split(':').next().expect("a site");
-        assert_eq!(culprit.finding.name(), site);
+        assert_eq!(culprit.finding.place.to_string(), site);
         assert!(culprit.explanation.is_none(), "{site}: {:?}", culprit.explanation);
     }
 }

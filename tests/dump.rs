@@ -11,8 +11,9 @@ use std::sync::Arc;
 use common::{golden, lockstep, run};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::{Engine, Options};
+use lockstep::model::{Block, Place, Point};
+use lockstep::probe::Trace;
 use lockstep::probe::dump::{self, Meta};
-use lockstep::probe::{Point, Trace};
 use lockstep::verify::subject::{points_of, run_prompt};
 use serde_json::{Value, json};
 
@@ -59,10 +60,10 @@ fn what_is_written_is_read() {
         let back = dump::read(&dir).unwrap();
         assert_eq!((back.meta, back.notes), (meta(), vec![]));
         assert_eq!((&back.trace.ids, back.trace.tp, back.trace.attention), (&original.ids, tp, original.attention));
-        assert_eq!(back.trace.points(), original.points());
-        assert!(original.points().len() > 100, "{} points", original.points().len());
-        for (point, layer) in original.points() {
-            assert_eq!(back.trace.ranks(point, layer), original.ranks(point, layer), "{}", point.full_name(layer));
+        assert_eq!(back.trace.places(), original.places());
+        assert!(original.places().len() > 100, "{} points", original.places().len());
+        for place in original.places() {
+            assert_eq!(back.trace.ranks(place), original.ranks(place), "{place}");
         }
         assert!(matches!(dump::write(&dir, &original, &meta()), Err(dump::DumpError::Exists { .. })));
     }
@@ -148,7 +149,23 @@ fn unknown_points_are_left_out_with_a_note() {
     let back = dump::read(&dir).unwrap();
     assert_eq!(back.notes.len(), 1);
     assert!(back.notes[0].contains("layers.1.attn.magic"), "{:?}", back.notes);
-    assert!(back.trace.ranks(Point::QA, Some(1)).is_none() && back.trace.ranks(Point::QA, Some(2)).is_some());
+    let q_a = |layer| back.trace.ranks(Place::trunk(layer, Point::QA));
+    assert!(q_a(1).is_none() && q_a(2).is_some());
+}
+
+#[test]
+fn what_no_engine_shows_here_is_left_out_like_unknown_points() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = written(folder.path(), 1);
+    edit(&dir, |i| {
+        entry(i, "layers.1.attn.q_a", 0)["name"] = json!("mtp.0.attn.q_a");
+        entry(i, "logits", 0)["name"] = json!("mtp.0.logits");
+        entry(i, "final_norm", 0)["name"] = json!("next_token");
+    });
+    let back = dump::read(&dir).unwrap();
+    assert_eq!(back.notes.len(), 3, "{:?}", back.notes);
+    let shown = |place: &Place| matches!(place.block, Block::Front | Block::Trunk(_));
+    assert!(back.trace.places().iter().all(shown), "{:?}", back.trace.places());
 }
 
 #[test]
@@ -221,7 +238,7 @@ fn the_command_writes_what_was_asked_for() {
     assert!(entries(folder.path()).is_empty());
     command(&["--ids", "7,8,9", "--layers", "1,3-4", "--filter", r"attn\.q_a$|output$"]).exits(0).says("9 points of 3");
     let back = dump::read(&dir).unwrap();
-    let names: Vec<String> = back.trace.points().iter().map(|(p, l)| p.full_name(*l)).collect();
+    let names: Vec<String> = back.trace.places().iter().map(Place::to_string).collect();
     let layer = |l: usize| [format!("layers.{l}.attn.q_a"), format!("layers.{l}.output")];
     // With what the chosen layers and the head read from others: the outputs of layers 0, 2 and 5.
     let output = |l: usize| vec![format!("layers.{l}.output")];

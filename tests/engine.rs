@@ -14,13 +14,13 @@ use common::running::{
 use lockstep::checkpoint::Checkpoint;
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::comm::{Collective, CommError, Threads};
-use lockstep::device::Site;
 use lockstep::device::cpu::CpuDevice;
 use lockstep::engine::batch::{Batch, Token};
 use lockstep::engine::kv::PAGE;
 use lockstep::engine::scheduler::Scheduler;
 use lockstep::engine::{Attention, Engine, EngineError, Options};
-use lockstep::probe::{Capture, Point, Probe, Values};
+use lockstep::model::{Place, Point};
+use lockstep::probe::{Capture, Probe, Values};
 use lockstep::shard::TpPlan;
 use lockstep_reference::{Arith, Eps, ModelWeights, Options as RefOptions, Recipe, RefConfig, forward};
 
@@ -180,7 +180,7 @@ fn dense_attention_equals_dsa_up_to_top_k_tokens_and_no_further() {
 /// Rows up to the first whose choices are not the golden ones: a flipped choice moves a row, and through the cache the
 /// rows behind it, by more than rounding does.
 fn rows_with_golden_choices(engine: &mut Engine, golden: &Goldens, ids: &[u32]) -> (Vec<f32>, usize) {
-    let wanted = |p: Point, _| p.is_choice();
+    let wanted = |place: Place| place.point.is_choice();
     let probe: Box<dyn Probe> = Box::new(Capture::new(Arc::new(wanted)));
     let mut table = Vec::new();
     engine.pool().reserve(&mut table, ids.len()).expect("pages");
@@ -189,8 +189,8 @@ fn rows_with_golden_choices(engine: &mut Engine, golden: &Goldens, ids: &[u32]) 
     let mut rows = ids.len();
     let mut compared = 0;
     for captured in &output.captured[0] {
-        let layer = captured.layer.expect("a layer");
-        let name = if captured.point == Point::ExpertIds { "router_topk_ids" } else { "topk_indices" };
+        let layer = captured.place.layer().expect("a layer");
+        let name = if captured.place.point == Point::ExpertIds { "router_topk_ids" } else { "topk_indices" };
         let Values::I32(found) = &captured.values else { panic!("choices are indices") };
         let expected = &golden.i32[&format!("blk.{layer}.{name}")];
         assert_eq!(found.len(), expected.len(), "blk.{layer}.{name}");
@@ -314,13 +314,13 @@ impl Collective<CpuDevice> for Misbehaving {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &CpuDevice,
         buf: &mut <CpuDevice as lockstep::device::Device>::Buf,
         n: usize,
         width: usize,
     ) -> Result<(), CommError> {
-        if rank == 1 && site.layer == Some(2) && site.op == Point::AttnOut.name() {
+        if rank == 1 && site == Place::trunk(2, Point::AttnOut) {
             match self.instead {
                 Instead::Fail => {
                     return Err(CommError::Device { rank, site: site.to_string(), reason: "out of order".into() });

@@ -11,7 +11,7 @@ mod subjects;
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::probe::Point;
+use lockstep::model::Point;
 use lockstep::verify::subject::run_prompt;
 use lockstep::verify::{StageReport, Subject, Verdict, logits};
 use odd::{Fault, odd};
@@ -53,7 +53,7 @@ fn a_dump_is_judged_by_what_it_holds() {
     let mut dump = |keep: fn(Point) -> bool| {
         let mut engine = of.engine().expect("an engine");
         let ids = of.ids.clone();
-        of.target = Some(run_prompt(&mut engine, &ids, Arc::new(move |p, _| keep(p))).expect("runs").0);
+        of.target = Some(run_prompt(&mut engine, &ids, Arc::new(move |place| keep(place.point))).expect("runs").0);
         run(&of)
     };
     let whole = dump(|p| p == Point::Logits || p.is_choice());

@@ -9,8 +9,9 @@ mod subjects;
 use common::{golden, lockstep, run};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::engine::Recipe;
+use lockstep::model::{Place, Point};
 use lockstep::probe::dump::{self, Meta};
-use lockstep::probe::{Captured, Point, Trace, Values};
+use lockstep::probe::{Captured, Trace, Values};
 use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Subject, Verdict, activations, logits};
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, Order, RefConfig, forward};
@@ -23,17 +24,17 @@ fn fast(of: &Subject) -> Trace {
     let weights = ModelWeights::new(&raw, &config);
     let mut seen = Vec::new();
     let mut sink = |name: &str, value: ndarray::ArrayD<f64>| {
-        let (layer, point) = Point::parse(name).expect("a point");
+        let place: Place = name.parse().expect("a place");
         let rows = value.shape()[0];
-        let shape = match point {
+        let shape = match place.point {
             Point::IndexScores => vec![rows],
-            point => point.shape(of.checkpoint.config(), layer.unwrap_or(0), 1),
+            _ => place.shape(of.checkpoint.config(), 1),
         };
-        let values = match point.is_choice() {
+        let values = match place.point.is_choice() {
             true => Values::I32(value.iter().map(|v| *v as i32).collect()),
             false => Values::F32(value.iter().map(|v| *v as f32).collect()),
         };
-        seen.push(Captured { point, layer, rows, shape, values });
+        seen.push(Captured { place, rows, shape, values });
     };
     let arith = Arith::F32(lockstep_reference::Recipe::Fast, Order::Blocks(7));
     forward(&config, &weights, &of.ids, arith, Options { dense: false, mtp: false }, &mut sink).expect("runs");
@@ -77,29 +78,31 @@ fn a_rounded_router_is_a_fault_of_the_fast_recipe() {
     let of = subject(PICO, 1, 40);
     let target = fast(&of);
     let c = of.checkpoint.config();
-    let layer = (0..c.layers).find(|l| target.ranks(Point::RouterLogits, Some(*l)).is_some());
-    let mut damaged = target.ranks(Point::RouterLogits, layer).expect("a router")[0].clone();
-    let norms = target.ranks(Point::FfnNorm, layer).expect("a norm")[0].as_f32();
+    let mut routers = (0..c.layers).map(|l| Place::trunk(l, Point::RouterLogits));
+    let place = routers.find(|place| target.ranks(*place).is_some()).expect("a router");
+    let mut damaged = target.ranks(place).expect("captured")[0].clone();
+    let norms = target.ranks(place.at(Point::FfnNorm)).expect("a norm")[0].as_f32();
     let raw = Raw(of.checkpoint.source());
     let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
     let weights = ModelWeights::new(&raw, &config);
-    let router = lockstep_reference::Weights::matrix(&weights, layer, lockstep_reference::Param::Router).expect("read");
+    let router =
+        lockstep_reference::Weights::matrix(&weights, place.layer(), lockstep_reference::Param::Router).expect("read");
     let x =
         ndarray::Array2::from_shape_vec((40, c.hidden), norms.iter().map(|v| f64::from(*v)).collect()).expect("rows");
     let rounding = Arith::F32(lockstep_reference::Recipe::Fast, Order::Sequential);
     let rounded = lockstep_reference::ops::linear(rounding, &x, &router);
     damaged.values = Values::F32(rounded.iter().map(|v| *v as f32).collect());
     let mut whole = Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![vec![damaged]]);
-    let rest = points_but(&target, (Point::RouterLogits, layer));
+    let rest = places_but(&target, place);
     whole.extend(Trace::new(String::new(), of.ids.clone(), of.attention, vec![rest]));
     let (_, report) = judged(whole, Recipe::Fast, of);
-    let check = report.checks.iter().find(|c| c.name == Point::RouterLogits.full_name(layer)).expect("judged");
+    let check = report.checks.iter().find(|c| c.name == place.to_string()).expect("judged");
     assert_eq!(check.verdict, Verdict::Divergent, "{}", show(&report));
 }
 
-fn points_but(trace: &Trace, but: (Point, Option<usize>)) -> Vec<Captured> {
-    let kept = trace.points().into_iter().filter(|p| *p != but);
-    kept.map(|(p, l)| trace.ranks(p, l).expect("captured")[0].clone()).collect()
+fn places_but(trace: &Trace, but: Place) -> Vec<Captured> {
+    let kept = trace.places().into_iter().filter(|p| *p != but);
+    kept.map(|place| trace.ranks(place).expect("captured")[0].clone()).collect()
 }
 
 #[test]

@@ -83,13 +83,13 @@ fn print(subject: &Subject, device: &str, found: &Bisection, asked: usize, out: 
     };
     let f = &culprit.finding;
     let mut rows = facts();
-    let layer = f.layer.map_or("none (outside the layers)".into(), |l| l.to_string());
+    let layer = f.place.layer().map_or("none (outside the layers)".into(), |l| l.to_string());
     let mut add = |name: &str, value: &str| {
         rows.add_row([name, value]);
     };
     add("kind", kind(culprit));
     add("first bad layer", &layer);
-    add("operation", &f.name());
+    add("operation", &f.place.to_string());
     add("ranks", &rank_list(&f.ranks, subject.tp));
     add("region", &culprit.region);
     add("rows", &token_list(&f.tokens));
@@ -123,7 +123,7 @@ fn print(subject: &Subject, device: &str, found: &Bisection, asked: usize, out: 
         let but = if left == 0 { String::new() } else { format!(", but for {left} that could not be judged") };
         writeln!(out, "\nEvery other operation is right, given its own inputs{but}.")?;
     } else {
-        let shown: Vec<String> = found.others.iter().take(OTHERS_SHOWN).map(|o| o.name()).collect();
+        let shown: Vec<String> = found.others.iter().take(OTHERS_SHOWN).map(|o| o.place.to_string()).collect();
         let more = found.others.len().saturating_sub(OTHERS_SHOWN);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         writeln!(out, "\nWrong in their own right as well: {}{more}.", shown.join(", "))?;
@@ -155,8 +155,8 @@ fn document(subject: &Subject, device: &str, found: &Bisection) -> Json {
     let culprit = found.culprit.as_ref().map(|c| {
         json!({
             "kind": kind(c),
-            "layer": c.finding.layer,
-            "operation": c.finding.point.name(),
+            "layer": c.finding.place.layer(),
+            "operation": c.finding.place.point.name(),
             "ranks": c.finding.ranks,
             "tokens": c.finding.tokens,
             "region": c.region,
@@ -182,6 +182,6 @@ fn document(subject: &Subject, device: &str, found: &Bisection) -> Json {
         "sparse_attention": found.sparse,
         "culprit": culprit,
         "parts_at": found.parts_at,
-        "others": found.others.iter().map(|o| o.name()).collect::<Vec<_>>(),
+        "others": found.others.iter().map(|o| o.place.to_string()).collect::<Vec<_>>(),
     })
 }

@@ -9,8 +9,7 @@ use serde_json::json;
 use super::args::DumpArgs;
 use super::subject::{engines, list_faults, subject};
 use super::{CliError, Exit};
-use crate::model::Config;
-use crate::probe::Point;
+use crate::model::{Config, Place, Point};
 use crate::probe::capture::Filter;
 use crate::probe::dump::{self, Meta};
 use crate::verify::subject::{points_of, run_prompt};
@@ -39,19 +38,18 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
     let layers = points_of(subject.layers.clone());
     let (chosen, c) = (subject.layers.clone().unwrap_or_default(), subject.checkpoint.config().clone());
     // What the chosen layers and the head read from others goes along, so that the dump can be judged by itself.
-    let read = move |point: Point, layer: Option<usize>| match (point, layer) {
+    let read = move |place: Place| match (place.point, place.layer()) {
         (Point::Output, Some(l)) => l + 1 == c.layers || chosen.contains(&(l + 1)),
         (Point::IndexTopk, Some(l)) => chosen.iter().any(|s| (0..=*s).rev().find(|f| c.is_full(*f)) == Some(l)),
         _ => false,
     };
-    let filter: Filter = Arc::new(move |point, layer| {
-        (layers(point, layer) || read(point, layer))
-            && wanted.as_ref().is_none_or(|w| w.is_match(&point.full_name(layer)))
+    let filter: Filter = Arc::new(move |place| {
+        (layers(place) || read(place)) && wanted.as_ref().is_none_or(|w| w.is_match(&place.to_string()))
     });
     let mut engine = subject.engine()?;
     let (trace, _) = run_prompt(&mut engine, &subject.ids, filter)?;
-    let points = trace.points();
-    if points.is_empty() {
+    let places = trace.places();
+    if places.is_empty() {
         return Err(CliError::Usage("--filter: expected to match a probe point, found none".into()));
     }
     let (c, device) = (subject.checkpoint.config(), args.subject.device.device.to_string());
@@ -66,7 +64,7 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
     };
     dump::write(&args.out, &trace, &meta)?;
     if args.subject.model.json {
-        let names: Vec<String> = points.iter().map(|(p, layer)| p.full_name(*layer)).collect();
+        let names: Vec<String> = places.iter().map(Place::to_string).collect();
         let document = json!({
             "out": args.out.display().to_string(), "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
             "attention": trace.attention.name(), "digest": meta.digest, "device": device, "recipe": meta.recipe,
@@ -74,7 +72,7 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
         serde_json::to_writer_pretty(&mut *out, &document)?;
         writeln!(out)?;
     } else {
-        let (path, n, tokens) = (args.out.display(), points.len(), trace.ids.len());
+        let (path, n, tokens) = (args.out.display(), places.len(), trace.ids.len());
         let attention = trace.attention.name();
         let (tp, recipe, prompt) = (trace.tp, &meta.recipe, &subject.prompt);
         let how = format!("{device}, recipe {recipe}, {attention}; {prompt}");

@@ -4,7 +4,6 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::CommError;
-use crate::device::Site;
 
 /// A meeting place for a number of rank threads.
 pub struct Meeting {
@@ -40,7 +39,12 @@ impl Meeting {
     ///
     /// # Errors
     /// A rank that does not come in time, one that gave up, and what `last` says.
-    pub fn wait(&self, rank: usize, site: Site, last: impl FnOnce() -> Result<(), String>) -> Result<(), CommError> {
+    pub fn wait(
+        &self,
+        rank: usize,
+        site: impl std::fmt::Display,
+        last: impl FnOnce() -> Result<(), String>,
+    ) -> Result<(), CommError> {
         let mut state = self.lock();
         let aborted = |reason: &str| CommError::Aborted { rank, site: site.to_string(), reason: reason.into() };
         if let Some(reason) = &state.aborted {

@@ -13,7 +13,8 @@ pub use threads::Threads;
 
 use std::time::Duration;
 
-use crate::device::{Device, Site};
+use crate::device::Device;
+use crate::model::Place;
 
 /// A meeting that failed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -40,7 +41,7 @@ pub trait Collective<D: Device>: Send + Sync {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &D,
         buf: &mut D::Buf,
         n: usize,
@@ -50,7 +51,7 @@ pub trait Collective<D: Device>: Send + Sync {
     ///
     /// # Errors
     /// As [`Collective::all_reduce`].
-    fn share_best(&self, _rank: usize, _site: Site, _device: &D, _n: usize) -> Result<(), CommError> {
+    fn share_best(&self, _rank: usize, _site: Place, _device: &D, _n: usize) -> Result<(), CommError> {
         Ok(())
     }
     /// Wakes every waiting rank with an error; later meetings fail too.
@@ -65,7 +66,7 @@ impl<D: Device> Collective<D> for Solo {
     fn tp(&self) -> usize {
         1
     }
-    fn all_reduce(&self, _: usize, _: Site, _: &D, _: &mut D::Buf, _: usize, _: usize) -> Result<(), CommError> {
+    fn all_reduce(&self, _: usize, _: Place, _: &D, _: &mut D::Buf, _: usize, _: usize) -> Result<(), CommError> {
         Ok(())
     }
     fn abort(&self, _: &str) {}

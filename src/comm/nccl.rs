@@ -9,11 +9,12 @@ use cudarc::nccl::{result, sys};
 
 use super::meeting::Meeting;
 use super::{Collective, CommError};
+use crate::device::Device;
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::gpu::{Gpu, GpuError};
 use crate::device::cuda::libraries::why;
-use crate::device::{Device, Site};
 use crate::engine::EngineError;
+use crate::model::Place;
 
 /// NCCL's communicators, one per rank.
 pub struct Nccl {
@@ -135,7 +136,7 @@ impl Collective<CudaDevice> for Nccl {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &CudaDevice,
         buf: &mut <CudaDevice as Device>::Buf,
         n: usize,
@@ -149,7 +150,7 @@ impl Collective<CudaDevice> for Nccl {
         summed.map_err(|e| CommError::Device { rank, site: site.to_string(), reason: e.to_string() })?
     }
 
-    fn share_best(&self, rank: usize, site: Site, device: &CudaDevice, _: usize) -> Result<(), CommError> {
+    fn share_best(&self, rank: usize, site: Place, device: &CudaDevice, _: usize) -> Result<(), CommError> {
         self.meeting.wait(rank, site, || Ok(()))?;
         let site = || site.to_string();
         let comm = self.own(rank, &site)?;

@@ -4,9 +4,10 @@
 use std::sync::{Arc, PoisonError};
 
 use super::{Collective, CommError};
+use crate::device::Device;
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::group::Group;
-use crate::device::{Device, Site};
+use crate::model::Place;
 
 /// Most ranks of one card, as the kernel's table of addresses has it.
 pub const MOST_RANKS: usize = 64;
@@ -22,7 +23,7 @@ impl Collective<CudaDevice> for SharedGpu {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &CudaDevice,
         buf: &mut <CudaDevice as Device>::Buf,
         n: usize,
@@ -45,7 +46,7 @@ impl Collective<CudaDevice> for SharedGpu {
     }
 
     /// What each found lies in memory that all share: they only have to have given it to the stream.
-    fn share_best(&self, rank: usize, site: Site, _: &CudaDevice, _: usize) -> Result<(), CommError> {
+    fn share_best(&self, rank: usize, site: Place, _: &CudaDevice, _: usize) -> Result<(), CommError> {
         self.0.meeting().wait(rank, site, || Ok(()))
     }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::meeting::Meeting;
 use super::{Collective, CommError};
-use crate::device::{Device, Site};
+use crate::device::Device;
+use crate::model::Place;
 
 /// CPU ranks: each brings its contribution, and all add them up in rank order.
 pub struct Threads {
@@ -29,7 +30,7 @@ impl<D: Device> Collective<D> for Threads {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &D,
         buf: &mut D::Buf,
         n: usize,

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::{Collective, CommError};
+use crate::device::Device;
 use crate::device::timed::{Clock, Timed};
-use crate::device::{Device, Site};
+use crate::model::Place;
 
 /// The operation under which meetings are counted.
 pub const ALL_REDUCE: &str = "all-reduce";
@@ -30,7 +31,7 @@ impl<D: Device> Collective<Timed<D>> for TimedCollective<D> {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &Timed<D>,
         buf: &mut D::Buf,
         n: usize,

@@ -16,35 +16,17 @@ use std::ops::Range;
 
 use crate::checkpoint::Matrix;
 use crate::engine::batch::Batch;
-use crate::model::Config;
+use crate::model::{Config, Place};
 use crate::quant::QuantType;
-
-/// Where in the forward pass a device or collective call belongs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Site {
-    /// Trunk layer; `None` before the first and behind the last.
-    pub layer: Option<usize>,
-    /// The operation, by the name of the probe point that it produces.
-    pub op: &'static str,
-}
-
-impl std::fmt::Display for Site {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.layer {
-            Some(layer) => write!(f, "layers.{layer}.{}", self.op),
-            None => f.write_str(self.op),
-        }
-    }
-}
 
 /// A device that could not do what it was told.
 #[derive(Debug, thiserror::Error)]
-#[error("rank {rank}, {site}: {problem}")]
+#[error("rank {rank}{}: {problem}", .place.map_or_else(String::new, |p| format!(", {p}")))]
 pub struct DeviceError {
     /// The rank.
     pub rank: usize,
-    /// The place in the forward pass.
-    pub site: Site,
+    /// The place in the forward pass; `None` while loading.
+    pub place: Option<Place>,
     /// What went wrong.
     pub problem: String,
 }
@@ -246,7 +228,7 @@ pub trait Device: Send + Sized + 'static {
     /// logits, of which the first is token `first`'s. For devices that run ahead.
     fn best(
         &self,
-        site: Site,
+        site: Place,
         _logits: &Self::Buf,
         _: &Self::Inputs,
         _first: usize,
@@ -256,20 +238,20 @@ pub trait Device: Send + Sized + 'static {
         Err(self.cannot_run_ahead(site))
     }
     /// The best of `ranks` ranks' choices becomes each row's next token, in the inputs.
-    fn advance(&self, site: Site, _: &mut Self::Inputs, _ranks: usize, _n: usize) -> Result<(), DeviceError> {
+    fn advance(&self, site: Place, _: &mut Self::Inputs, _ranks: usize, _n: usize) -> Result<(), DeviceError> {
         Err(self.cannot_run_ahead(site))
     }
     /// Lets the host have the tokens of the step given last, once it has run: see [`Device::posted`].
-    fn post(&self, site: Site, _: &mut Self::Inputs, _n: usize) -> Result<(), DeviceError> {
+    fn post(&self, site: Place, _: &mut Self::Inputs, _n: usize) -> Result<(), DeviceError> {
         Err(self.cannot_run_ahead(site))
     }
     /// The tokens of the oldest step that was posted and not taken yet. Waits for it.
-    fn posted(&self, site: Site, _: &mut Self::Inputs) -> Result<Vec<u32>, DeviceError> {
+    fn posted(&self, site: Place, _: &mut Self::Inputs) -> Result<Vec<u32>, DeviceError> {
         Err(self.cannot_run_ahead(site))
     }
     /// The error of a device that does not run ahead.
-    fn cannot_run_ahead(&self, site: Site) -> DeviceError {
-        DeviceError { rank: 0, site, problem: "this device does not choose tokens itself".into() }
+    fn cannot_run_ahead(&self, site: Place) -> DeviceError {
+        DeviceError { rank: 0, place: Some(site), problem: "this device does not choose tokens itself".into() }
     }
     /// Allocates a cache.
     fn cache(&self, shape: CacheShape) -> Result<Self::Cache, DeviceError>;
@@ -286,7 +268,7 @@ pub trait Device: Send + Sized + 'static {
     /// Rows `first_row..` of a vocabulary-parallel embedding; ids of other ranks give zeros.
     fn embed(
         &self,
-        site: Site,
+        site: Place,
         table: &Self::Weight,
         first_row: usize,
         inputs: &Self::Inputs,
@@ -296,7 +278,7 @@ pub trait Device: Send + Sized + 'static {
     /// `out[:, out_cols.start..] = x[:, x_cols] W^T`, all parts of `w` side by side.
     fn matmul(
         &self,
-        site: Site,
+        site: Place,
         w: &Self::Weight,
         x: &Self::Buf,
         x_cols: Range<usize>,
@@ -307,7 +289,7 @@ pub trait Device: Send + Sized + 'static {
     /// One matrix of a stack per head.
     fn matmul_heads(
         &self,
-        site: Site,
+        site: Place,
         w: &Self::Weight,
         x: &Self::Buf,
         x_heads: Heads,
@@ -318,7 +300,7 @@ pub trait Device: Send + Sized + 'static {
     /// RMSNorm of columns: `out = w * x / sqrt(mean(x^2) + eps)`.
     fn rms_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &Self::Buf,
         x_cols: Range<usize>,
         w: &Self::Buf,
@@ -330,7 +312,7 @@ pub trait Device: Send + Sized + 'static {
     /// LayerNorm with bias of columns, in place.
     fn layer_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &mut Self::Buf,
         cols: Range<usize>,
         w: &Self::Buf,
@@ -341,7 +323,7 @@ pub trait Device: Send + Sized + 'static {
     /// Rotates adjacent pairs of every head by position, in place; `heads.width` is the rotated width.
     fn rope(
         &self,
-        site: Site,
+        site: Place,
         x: &mut Self::Buf,
         heads: Heads,
         base: f64,
@@ -351,7 +333,7 @@ pub trait Device: Send + Sized + 'static {
     /// Multiplies columns by `factor`, in place.
     fn scale(
         &self,
-        site: Site,
+        site: Place,
         x: &mut Self::Buf,
         cols: Range<usize>,
         factor: f32,
@@ -360,7 +342,7 @@ pub trait Device: Send + Sized + 'static {
     /// Copies columns.
     fn copy(
         &self,
-        site: Site,
+        site: Place,
         x: &Self::Buf,
         cols: Range<usize>,
         n: usize,
@@ -370,7 +352,7 @@ pub trait Device: Send + Sized + 'static {
     /// The `n` rows whose logits are wanted, in order.
     fn take_rows(
         &self,
-        site: Site,
+        site: Place,
         x: &Self::Buf,
         width: usize,
         inputs: &Self::Inputs,
@@ -378,11 +360,11 @@ pub trait Device: Send + Sized + 'static {
         out: &mut Self::Buf,
     ) -> Result<(), DeviceError>;
     /// `x += y`, whole rows of `width`.
-    fn add(&self, site: Site, x: &mut Self::Buf, y: &Self::Buf, width: usize, n: usize) -> Result<(), DeviceError>;
+    fn add(&self, site: Place, x: &mut Self::Buf, y: &Self::Buf, width: usize, n: usize) -> Result<(), DeviceError>;
     /// Residual and the norm behind it: `residual += delta`, then `out = rms_norm(residual)`. The tap sees the sum.
     fn add_norm(
         &self,
-        site: Site,
+        site: Place,
         residual: &mut Self::Buf,
         delta: &Self::Buf,
         w: &Self::Buf,
@@ -397,7 +379,7 @@ pub trait Device: Send + Sized + 'static {
     /// Writes columns of rows to each token's place in a layer of a cache.
     fn append(
         &self,
-        site: Site,
+        site: Place,
         cache: &mut Self::Cache,
         layer: usize,
         x: &Self::Buf,
@@ -409,7 +391,7 @@ pub trait Device: Send + Sized + 'static {
     /// position. `scores`, when wanted, receives `[n][tap_width]`, -inf where masked.
     fn index_top_k(
         &self,
-        site: Site,
+        site: Place,
         cache: &Self::Cache,
         layer: usize,
         q: &Self::Buf,
@@ -426,7 +408,7 @@ pub trait Device: Send + Sized + 'static {
     /// choice) and the sum of their latents, per head.
     fn attend(
         &self,
-        site: Site,
+        site: Place,
         cache: &Self::Cache,
         layer: usize,
         q_latent: &Self::Buf,
@@ -442,7 +424,7 @@ pub trait Device: Send + Sized + 'static {
     /// Router: from logits to choice scores, chosen experts (best first, ties to the lowest) and their weights.
     fn route(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &Self::Buf,
         bias: &Self::Buf,
@@ -454,7 +436,7 @@ pub trait Device: Send + Sized + 'static {
     /// The chosen experts' weights, from the logits and the ids.
     fn expert_weights(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &Self::Buf,
         ids: &Self::Index,
@@ -464,7 +446,7 @@ pub trait Device: Send + Sized + 'static {
     /// `out[:, 0..width] = silu(x[:, 0..width]) * x[:, width..2 * width]`.
     fn swiglu(
         &self,
-        site: Site,
+        site: Place,
         x: &Self::Buf,
         width: usize,
         n: usize,
@@ -474,7 +456,7 @@ pub trait Device: Send + Sized + 'static {
     /// The chosen experts' gate, up and SwiGLU: `hidden[t][slot * width..]` for each of `slots` slots.
     fn experts_hidden(
         &self,
-        site: Site,
+        site: Place,
         gate_up: &Self::Weight,
         x: &Self::Buf,
         ids: &Self::Index,
@@ -486,7 +468,7 @@ pub trait Device: Send + Sized + 'static {
     /// The chosen experts' down projections, weighted and added in slot order.
     fn experts_down(
         &self,
-        site: Site,
+        site: Place,
         down: &Self::Weight,
         hidden: &Self::Buf,
         ids: &Self::Index,

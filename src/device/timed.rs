@@ -1,4 +1,4 @@
-//! A device that keeps time: what each operation of the forward pass costs, by the name of its [`Site`]. It stands
+//! A device that keeps time: what each operation of the forward pass costs, by the name of its point. It stands
 //! outside the engine, so an engine without it pays nothing.
 
 use std::collections::BTreeMap;
@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, StepShape};
 use crate::engine::batch::Batch;
-use crate::model::Config;
+use crate::model::{Config, Place};
 
 /// What one operation has cost so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,8 +69,8 @@ impl<D> Timed<D> {
 /// Operations with a site: the inner one, timed.
 macro_rules! timed {
     ($(fn $name:ident($($operand:ident: $ty:ty),* $(,)?);)*) => {
-        $(fn $name(&self, site: Site, $($operand: $ty),*) -> Result<(), DeviceError> {
-            self.clock.time(site.op, || self.inner.$name(site, $($operand),*))
+        $(fn $name(&self, site: Place, $($operand: $ty),*) -> Result<(), DeviceError> {
+            self.clock.time(site.point.name(), || self.inner.$name(site, $($operand),*))
         })*
     };
 }

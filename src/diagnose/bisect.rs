@@ -12,9 +12,10 @@ use super::faults::CATALOGUE;
 use super::hypothesis::{Alter, OpContext, Residual};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::Engine;
-use crate::model::params;
-use crate::probe::{Digest, Layout, Point, Probe, Trace};
-use crate::verify::activations::{eps_of, expected_points, for_traces, judge_of, sparse_activity};
+use crate::model::place::Unit;
+use crate::model::{Layout, Place, params};
+use crate::probe::{Digest, Probe, Trace};
+use crate::verify::activations::{eps_of, expected_places, for_traces, judge_of, sparse_activity};
 use crate::verify::floor::{LEAST_VALUES, limit};
 use crate::verify::op::{OpFinding, judge_op};
 use crate::verify::pairing::reference_of;
@@ -114,9 +115,9 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
     for_traces(subject, &mut |trace| {
         let every: Vec<usize> = (0..trace.ids.len()).collect();
         let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
-        for (point, layer) in expected_points(&judge, trace, subject) {
-            progress.at("bisect: layers replayed", layer.map_or(0, |l| l + 1), config.layers);
-            let finding = judge_op(&judge, trace, point, layer, subject)?;
+        for place in expected_places(&judge, trace, subject) {
+            progress.at("bisect: layers replayed", place.layer().map_or(0, |l| l + 1), config.layers);
+            let finding = judge_op(&judge, trace, place, subject)?;
             judged += usize::from(finding.verdict != Verdict::NotApplicable);
             unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
             if finding.verdict != Verdict::Divergent {
@@ -131,8 +132,8 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
                 true => (0..trace.tp).collect(),
                 false => finding.ranks.clone(),
             };
-            let op =
-                OpContext { raw: &raw, config: &config, weights: &weights, judge: &judge, trace, point, layer, ranks };
+            let (model, judge) = (subject.checkpoint.config(), &judge);
+            let op = OpContext { raw: &raw, model, config: &config, weights: &weights, judge, trace, place, ranks };
             let region = region(&op)?;
             culprit = Some(explain(subject, &op, finding, region, progress)?);
         }
@@ -161,12 +162,12 @@ fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<S
             first = Some(trace);
             continue;
         };
-        let differs = |(point, layer): &(Point, Option<usize>)| {
-            let (a, b) = (first.ranks(*point, *layer), trace.ranks(*point, *layer));
+        let differs = |place: &Place| {
+            let (a, b) = (first.ranks(*place), trace.ranks(*place));
             a.is_none() || a != b
         };
-        if let Some((point, layer)) = first.points().into_iter().find(differs) {
-            return Ok(Some(point.full_name(layer)));
+        if let Some(place) = first.places().into_iter().find(differs) {
+            return Ok(Some(place.to_string()));
         }
     }
     Ok(None)
@@ -174,24 +175,23 @@ fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<S
 
 /// Which heads, slots or channel blocks of the result diverge. These localise; they never decide.
 fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
-    let name = op.point.full_name(op.layer);
-    if op.point.is_choice() {
+    if op.place.point.is_choice() {
         return Ok("the choice itself".into());
     }
     let rank = op.ranks.first().copied().unwrap_or(0);
     let seen = Seen::new(op.trace, rank);
-    let Ok((reference, sigma)) = op.judge.recompute(&name, &|n| seen.get(n))? else { return Ok("unknown".into()) };
-    let Ok(whole) = op.trace.seen_by(rank, op.point, op.layer) else { return Ok("unknown".into()) };
+    let Ok((reference, sigma)) = op.judge.recompute(op.place, &|n| seen.get(n))? else { return Ok("unknown".into()) };
+    let Ok(whole) = op.trace.seen_by(rank, op.place) else { return Ok("unknown".into()) };
     let width = reference.len() / op.judge.rows.len();
     let Some(target) = op.judge.target_rows(&whole, width) else { return Ok("unknown".into()) };
     let measured = op.judge.measured(target, reference, sigma);
-    let (unit, size) = match op.point {
-        Point::QRaw | Point::Q => ("head", op.config.nope + op.config.rope),
-        Point::QAbsorbed | Point::Latent => ("head", op.config.kv_rank),
-        Point::Context => ("head", op.config.value),
-        Point::IndexQ => ("indexer head", op.config.index_dim),
-        Point::Hidden if op.layer.is_some_and(|l| op.config.is_moe(l)) => ("slot", op.config.moe_ffn),
-        _ => ("block of 32 channels", 32),
+    let (unit, size) = match op.place.point.unit() {
+        Unit::Head => ("head", width / op.model.heads),
+        Unit::IndexHead => ("indexer head", width / op.model.index_heads),
+        Unit::Slot if op.place.layer().is_some_and(|l| op.model.is_moe(l)) => {
+            ("slot", width / (op.model.experts_used + 1))
+        }
+        Unit::Slot | Unit::Channel => ("block of 32 channels", 32),
     };
     let count = width.div_ceil(size);
     let bad: Vec<usize> = (0..count)
@@ -206,10 +206,10 @@ fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
 
 /// Values of the target that are neither finite nor masked.
 fn nonfinite(op: &OpContext<'_>) -> usize {
-    let whole = op.trace.seen_by(op.ranks.first().copied().unwrap_or(0), op.point, op.layer);
+    let whole = op.trace.seen_by(op.ranks.first().copied().unwrap_or(0), op.place);
     let Ok(whole) = whole else { return 0 };
-    let masks = matches!(op.point, Point::IndexScores | Point::ChoiceScores | Point::Logits);
-    whole.as_f32().iter().filter(|v| !(v.is_finite() || masks && **v == f32::NEG_INFINITY)).count()
+    let masked = op.place.point.is_masked();
+    whole.as_f32().iter().filter(|v| !(v.is_finite() || masked && **v == f32::NEG_INFINITY)).count()
 }
 
 /// The bytes that a rank holds where a parameter of the reference belongs.
@@ -281,7 +281,7 @@ fn explain(
     let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
     let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
     let mut finding = finding;
-    if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.point.layout() == Layout::Replicated) {
+    if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.place.point.layout() == Layout::Replicated) {
         finding.ranks.clone_from(&e.ranks);
     }
     Ok(Culprit { finding, region, explanation, also, ruled_out })

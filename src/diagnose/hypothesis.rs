@@ -9,18 +9,22 @@ use lockstep_reference::weights::file_tensor;
 use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
 
 use crate::checkpoint::oracle::Raw;
-use crate::probe::{Point, Trace};
+use crate::model::{Config, Place, Point};
+use crate::probe::Trace;
 use crate::verify::VerifyError;
 use crate::verify::altered::{Key, Value};
 use crate::verify::floor::Energy;
 use crate::verify::op::Slices;
+use crate::verify::pairing::reference_of;
 use crate::verify::replay::{Judge, Unjudged};
 
 /// An operation that diverges, and everything to explain it with.
 pub struct OpContext<'a> {
     /// The model's raw tensors, as the reference sees them.
     pub raw: &'a Raw<'a>,
-    /// The reference's configuration.
+    /// The model's configuration.
+    pub model: &'a Config,
+    /// The reference's own.
     pub config: &'a RefConfig,
     /// The reference's weights.
     pub weights: &'a dyn Weights,
@@ -28,10 +32,8 @@ pub struct OpContext<'a> {
     pub judge: &'a Judge<'a>,
     /// The captures.
     pub trace: &'a Trace,
-    /// The operation's point.
-    pub point: Point,
-    /// Its layer.
-    pub layer: Option<usize>,
+    /// The place of what the operation produces.
+    pub place: Place,
     /// Ranks whose own slice or copy diverges; all of them where ranks cannot be told apart.
     pub ranks: Vec<usize>,
 }
@@ -74,10 +76,10 @@ pub type Misread<'a> = Box<dyn Fn() -> Option<RawTensor<'a>> + Sync + 'a>;
 pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
 
 impl OpContext<'_> {
-    /// True where all ranks hold the same sum, so that captures cannot tell which of them is wrong.
+    /// True where all ranks hold the same sum, so that captures cannot tell which of them is wrong. Behind experts the
+    /// addends have points of their own, and the sum has no parameters.
     pub fn is_reduced(&self) -> bool {
-        let moe = self.layer.is_some_and(|l| self.config.is_moe(l));
-        matches!(self.point, Point::Embed | Point::AttnOut) || (self.point == Point::FfnOut && !moe)
+        self.place.point.is_reduced() && !self.params().is_empty()
     }
 
     /// The sets of ranks that a data fault may have hit: those that diverge, or, behind a reduction, all or any one.
@@ -92,35 +94,7 @@ impl OpContext<'_> {
 
     /// The parameters that the operation multiplies with.
     pub fn params(&self) -> Vec<(Option<usize>, Param)> {
-        use Param::*;
-        let moe = self.layer.is_some_and(|l| self.config.is_moe(l));
-        let of_layer = |kinds: &[Param]| kinds.iter().map(|p| (self.layer, *p)).collect();
-        match self.point {
-            Point::Embed => vec![(None, Embed)],
-            Point::FinalNorm => vec![(None, FinalNorm)],
-            Point::Logits => vec![(None, Head)],
-            Point::AttnNorm => of_layer(&[AttnNorm]),
-            Point::QA => of_layer(&[QA]),
-            Point::QANorm => of_layer(&[QANorm]),
-            Point::QRaw => of_layer(&[QB]),
-            Point::KvA => of_layer(&[KvA]),
-            Point::KvLatent => of_layer(&[KvANorm]),
-            Point::QAbsorbed => of_layer(&[KB]),
-            Point::IndexQ => of_layer(&[IndexQB]),
-            Point::IndexK => of_layer(&[IndexK, IndexKNormW, IndexKNormB]),
-            Point::IndexWeights => of_layer(&[IndexProj]),
-            Point::Context => of_layer(&[VB]),
-            Point::AttnOut => of_layer(&[O]),
-            Point::FfnNorm => of_layer(&[FfnNorm]),
-            Point::RouterLogits => of_layer(&[Router]),
-            Point::ChoiceScores | Point::ExpertIds => of_layer(&[RouterBias]),
-            Point::Hidden if moe => of_layer(&[GateExps, UpExps, GateShared, UpShared]),
-            Point::Hidden => of_layer(&[Gate, Up]),
-            Point::Routed => of_layer(&[DownExps]),
-            Point::Shared => of_layer(&[DownShared]),
-            Point::FfnOut if !moe => of_layer(&[Down]),
-            _ => Vec::new(),
-        }
+        self.place.params(self.model).into_iter().map(|p| (p.layer, reference_of(p.kind))).collect()
     }
 
     /// The name of a parameter's tensor in the file.
@@ -143,8 +117,8 @@ impl OpContext<'_> {
     /// # Errors
     /// Weights that cannot be read.
     pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Residual>, VerifyError> {
-        let Some(mut worst) = self.residual_at(self.point, hypothesis)?.ok() else { return Ok(None) };
-        for point in hypothesis.also.iter().filter(|p| **p != self.point) {
+        let Some(mut worst) = self.residual_at(self.place.point, hypothesis)?.ok() else { return Ok(None) };
+        for point in hypothesis.also.iter().filter(|p| **p != self.place.point) {
             if worst.deciding.share() > 1.0 {
                 break;
             }
@@ -162,6 +136,7 @@ impl OpContext<'_> {
         point: Point,
         hypothesis: &Hypothesis<'_>,
     ) -> Result<Result<Residual, Unjudged>, VerifyError> {
+        let place = self.place.at(point);
         let change = |rank: usize, key: Key| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
             Alter::Missing(ranks) if key.1 == Param::Embed => self.unanswered(ranks, rank, key).map(Some),
@@ -173,22 +148,18 @@ impl OpContext<'_> {
         };
         let judge = Judge { options, orders: self.judge.orders.clone(), ..*self.judge };
         let silent = match &hypothesis.alter {
-            Alter::Missing(ranks) => Some(self.silent(ranks, &judge, point)),
+            Alter::Missing(ranks) => Some(self.silent(ranks, &judge, place)),
             Alter::Weights(_) | Alter::Options(_) => None,
         };
         let trace = silent.as_ref().unwrap_or(self.trace);
-        let slices = Slices::collect(&judge, trace, point, self.layer, &change, Some(&self.ranks))?;
+        let slices = Slices::collect(&judge, trace, place, &change, Some(&self.ranks))?;
         Ok(slices.map(|s| Residual { deciding: s.deciding(), whole: s.whole() }))
     }
 
     /// The operation and its inputs, as if `ranks` had nothing to add. Every rank's part of such a sum is linear in what
     /// the rank holds of the inputs.
-    fn silent(&self, ranks: &[usize], judge: &Judge<'_>, point: Point) -> Trace {
-        let name = point.full_name(self.layer);
-        let inputs = judge.inputs(&name).unwrap_or_default();
-        let points: Vec<_> =
-            inputs.iter().chain([&name]).filter_map(|n| Point::parse(n)).map(|(l, p)| (p, l)).collect();
-        self.trace.without(ranks, &points)
+    fn silent(&self, ranks: &[usize], judge: &Judge<'_>, place: Place) -> Trace {
+        self.trace.without(ranks, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat())
     }
 
     /// A row of the embedding when `ranks` do not answer for theirs.
@@ -225,7 +196,7 @@ impl OpContext<'_> {
             && hypothesis.ranks.iter().all(|rank| {
                 let split = Split { tp: self.trace.tp, rank: *rank, experts };
                 let expected = cut(self.config, *param, &tensor, split).map(|c| c.bytes);
-                expected.is_ok_and(|e| held(*rank, self.layer, *param).is_some_and(|h| h == e))
+                expected.is_ok_and(|e| held(*rank, self.place.layer(), *param).is_some_and(|h| h == e))
             })
     }
 }

@@ -12,7 +12,6 @@ use super::watch::Watch;
 use crate::comm::Collective;
 use crate::comm::meeting::Meeting;
 use crate::comm::nccl::Nccl;
-use crate::device::Site;
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::bandwidth::Stopwatch;
 use crate::device::cuda::gpu::{Gpu, GpuError, at};
@@ -27,7 +26,7 @@ const TIMED: [usize; 4] = [12 << 10, 48 << 10, 192 << 10, 1 << 20];
 const RECORDED: usize = 20;
 const REPLAYS: usize = 100;
 const MEETING: Duration = Duration::from_secs(45);
-const SITE: Site = Site { layer: None, op: "sum over GPUs" };
+const SITE: &str = "sum over GPUs";
 
 /// Where the communicators lie while they are in use, so that a watcher can abort them.
 pub(super) type Joined = Arc<Mutex<Option<Arc<Nccl>>>>;
@@ -79,7 +78,7 @@ pub(super) fn sums(gpus: &[Arc<Gpu>], quick: bool, joined: &Joined, watch: &Watc
                 })
             })
             .collect();
-        let panicked = || GpuError::Driver { what: SITE.op.into(), error: "a rank panicked".into() };
+        let panicked = || GpuError::Driver { what: SITE.into(), error: "a rank panicked".into() };
         let seen: Vec<_> = started.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(panicked()))).collect();
         // The first error is the cause; what it aborted comes after it in time, not in rank.
         let cause = |e: &GpuError| !e.to_string().contains("gave up");
@@ -131,11 +130,11 @@ impl Run<'_> {
 
     fn meet(&self, rank: usize) -> Result<(), GpuError> {
         let met = self.meeting.wait(rank, SITE, || Ok(()));
-        met.map_err(|e| GpuError::Driver { what: SITE.op.into(), error: e.to_string() })
+        met.map_err(|e| GpuError::Driver { what: SITE.into(), error: e.to_string() })
     }
 
     fn sum(&self, rank: usize, address: u64, count: usize) -> Result<(), GpuError> {
-        let done = self.nccl.sum(rank, &|| SITE.op.into(), address, count);
+        let done = self.nccl.sum(rank, &|| SITE.into(), address, count);
         done.map_err(|e| GpuError::Driver { what: format!("a sum of {count} values"), error: e.to_string() })
     }
 
@@ -180,7 +179,7 @@ impl Run<'_> {
             replay(&graph)?;
             check("replayed twice", n)?;
             let mut sums = vec![0.0f32; count];
-            memory.download(0, &mut sums, &|| SITE.op.into())?;
+            memory.download(0, &mut sums, &|| SITE.into())?;
             seen.sums.push(sums);
             kept.push(graph);
         }
@@ -188,7 +187,7 @@ impl Run<'_> {
             for bytes in TIMED {
                 self.watch.at(format!("timing sums of {} over {n} GPUs", size(bytes)));
                 memory.wipe(0)?; // zeros stay zeros, however often they are summed
-                gpu.synchronise(&|| SITE.op.into())?;
+                gpu.synchronise(&|| SITE.into())?;
                 self.meet(rank)?;
                 let graph = self.record(rank, address, bytes / 4, RECORDED)?;
                 let mut times = Vec::with_capacity(REPLAYS);
@@ -204,7 +203,7 @@ impl Run<'_> {
                 kept.push(graph);
             }
         }
-        gpu.synchronise(&|| SITE.op.into())?;
+        gpu.synchronise(&|| SITE.into())?;
         self.meet(rank)?;
         Ok(seen)
     }

@@ -9,18 +9,19 @@ use super::probe::{Outcome, Tally, fill_integers};
 use super::watch::Watch;
 use crate::comm::Collective;
 use crate::comm::shared_gpu::SharedGpu;
+use crate::device::Device;
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::gpu::{Gpu, GpuError};
 use crate::device::cuda::group::Group;
 use crate::device::recipe::Recipe;
-use crate::device::{Device, Site};
+use crate::model::Place;
 
 const RANKS: [usize; 2] = [2, 8];
 /// GLM-5's width.
 const WIDTH: usize = 6144;
 const ROWS: [usize; 3] = [1, 8, 171];
 const MEETING: Duration = Duration::from_secs(30);
-const SITE: Site = Site { layer: None, op: "sum over virtual ranks" };
+const SITE: &str = "sum over virtual ranks";
 
 /// Sums over 2 and 8 ranks.
 pub(super) fn sums(gpu: &Arc<Gpu>, watch: &Watch) -> Result<Outcome, GpuError> {
@@ -39,14 +40,14 @@ pub(super) fn sums(gpu: &Arc<Gpu>, watch: &Watch) -> Result<Outcome, GpuError> {
 fn sum(gpu: &Arc<Gpu>, ranks: usize, rows: usize) -> Result<Option<String>, GpuError> {
     let group = Group::new(gpu.clone(), ranks, MEETING);
     let comm = SharedGpu(group.clone());
-    let failed = |e: String| GpuError::Driver { what: SITE.op.into(), error: e };
+    let failed = |e: String| GpuError::Driver { what: SITE.into(), error: e };
     let one = |rank: usize| -> Result<(Option<String>, Vec<f32>), GpuError> {
         let device = CudaDevice::new(rank, group.clone(), Recipe::Strict, None)?;
         let mut buf = device.buf(rows, WIDTH).map_err(|e| failed(e.to_string()))?;
         let (address, _) = device.place(&buf);
         fill_integers(gpu, address, rows * WIDTH, rank)?;
-        comm.all_reduce(rank, SITE, &device, &mut buf, rows, WIDTH).map_err(|e| failed(e.to_string()))?;
-        let differ = Tally::new(gpu)?.integers(SITE.op, address, rows * WIDTH, (ranks, 1))?;
+        comm.all_reduce(rank, Place::EMBED, &device, &mut buf, rows, WIDTH).map_err(|e| failed(e.to_string()))?;
+        let differ = Tally::new(gpu)?.integers(SITE, address, rows * WIDTH, (ranks, 1))?;
         let name = |d| format!("{} values over {ranks} virtual ranks, rank {rank}: {d}", rows * WIDTH);
         let values = device.read(&buf, rows, 0..WIDTH).map_err(|e| failed(e.to_string()))?;
         Ok((differ.map(name), values))

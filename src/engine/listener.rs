@@ -3,7 +3,8 @@
 use super::EngineError;
 use super::step::{Forward, Work};
 use crate::device::Device;
-use crate::probe::{Data, Point, Probe, Then, Visit};
+use crate::model::Place;
+use crate::probe::{Data, Probe, Then, Visit};
 
 /// Why a step ends before its end.
 pub(super) enum Halt {
@@ -23,20 +24,13 @@ impl<E: Into<EngineError>> From<E> for Halt {
 pub(super) struct Listener<'a>(pub Option<&'a mut (dyn Probe + 'static)>);
 
 impl Listener<'_> {
-    pub(super) fn wants(&self, point: Point, layer: Option<usize>) -> bool {
-        self.0.as_ref().is_some_and(|p| p.wants(point, layer))
+    pub(super) fn wants(&self, place: Place) -> bool {
+        self.0.as_ref().is_some_and(|p| p.wants(place))
     }
 
-    pub(super) fn show(
-        &mut self,
-        point: Point,
-        layer: Option<usize>,
-        rows: usize,
-        shape: &[usize],
-        values: Data<'_>,
-    ) -> Result<bool, Halt> {
+    pub(super) fn show(&mut self, place: Place, rows: usize, shape: &[usize], values: Data<'_>) -> Result<bool, Halt> {
         let Some(probe) = &mut self.0 else { return Ok(false) };
-        match probe.visit(Visit { point, layer, rows, shape, values }) {
+        match probe.visit(Visit { place, rows, shape, values }) {
             Then::Continue => Ok(false),
             Then::Replaced => Ok(true),
             Then::Stop => Err(Halt::Stopped),
@@ -47,19 +41,18 @@ impl Listener<'_> {
     pub(super) fn values<D: Device>(
         &mut self,
         forward: &mut Forward<D>,
-        point: Point,
-        layer: Option<usize>,
+        place: Place,
         rows: usize,
         of: impl Fn(&mut Work<D>) -> (&mut D::Buf, usize),
     ) -> Result<(), Halt> {
-        if !self.wants(point, layer) {
+        if !self.wants(place) {
             return Ok(());
         }
-        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
+        let shape = place.shape(&forward.config, forward.tp);
         let width: usize = shape.iter().product();
         let (buf, start) = of(&mut forward.work);
         let mut values = forward.device.read(buf, rows, start..start + width)?;
-        if self.show(point, layer, rows, &shape, Data::Values(&mut values))? {
+        if self.show(place, rows, &shape, Data::Values(&mut values))? {
             forward.device.write(buf, rows, start..start + width, &values)?;
         }
         Ok(())
@@ -69,18 +62,17 @@ impl Listener<'_> {
     pub(super) fn indices<D: Device>(
         &mut self,
         forward: &mut Forward<D>,
-        point: Point,
-        layer: Option<usize>,
+        place: Place,
         rows: usize,
         of: impl Fn(&mut Work<D>) -> &mut D::Index,
     ) -> Result<(), Halt> {
-        if !self.wants(point, layer) {
+        if !self.wants(place) {
             return Ok(());
         }
-        let shape = point.shape(&forward.config, layer.unwrap_or(0), forward.tp);
+        let shape = place.shape(&forward.config, forward.tp);
         let index = of(&mut forward.work);
         let mut values = forward.device.read_index(index, rows)?;
-        if self.show(point, layer, rows, &shape, Data::Indices(&mut values))? {
+        if self.show(place, rows, &shape, Data::Indices(&mut values))? {
             forward.device.write_index(index, rows, &values)?;
         }
         Ok(())

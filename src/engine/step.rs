@@ -12,9 +12,9 @@ use super::room::Room;
 use super::weights::{Ffn, Layer, VectorId, Weights};
 use super::{Attention, EngineError};
 use crate::comm::Collective;
-use crate::device::{CacheShape, Device, Heads, Site, StepShape};
-use crate::model::{Config, Param};
-use crate::probe::{Data, Point, Probe};
+use crate::device::{CacheShape, Device, Heads, StepShape};
+use crate::model::{Config, Param, Place, Point};
+use crate::probe::{Data, Probe};
 use crate::shard::ShardPlan;
 
 /// Where a rank's ends of a fused projection lie, in columns of its buffer.
@@ -77,9 +77,6 @@ pub enum Ended {
     /// With the next tokens on the device: see [`Forward::follow`].
     Ahead,
 }
-
-/// Where the next tokens are chosen, for errors.
-const AHEAD: Site = Site { layer: None, op: "next_token" };
 
 impl<D: Device> Forward<D> {
     /// Allocates everything a rank needs for steps within `room`.
@@ -191,7 +188,7 @@ impl<D: Device> Forward<D> {
             }
         }
         if shape.ahead && self.rank == 0 {
-            self.device.post(AHEAD, &mut self.inputs, shape.tokens)?;
+            self.device.post(Place::NEXT_TOKEN, &mut self.inputs, shape.tokens)?;
         }
         Ok(true)
     }
@@ -215,7 +212,7 @@ impl<D: Device> Forward<D> {
         if self.rank > 0 {
             return Ok(Vec::new());
         }
-        Ok(self.device.posted(AHEAD, &mut self.inputs)?)
+        Ok(self.device.posted(Place::NEXT_TOKEN, &mut self.inputs)?)
     }
 
     /// Most rows with which the device can run ahead of the host.
@@ -241,74 +238,66 @@ impl<D: Device> Forward<D> {
 
     fn forward(&mut self, comm: &dyn Collective<D>, shape: StepShape, probe: &mut Listener<'_>) -> Result<(), Halt> {
         let (n, hidden) = (shape.tokens, self.config.hidden);
-        let site = Site { layer: None, op: Point::Embed.name() };
+        let site = Place::EMBED;
         let (table, first_row) = self.weights.embedding;
         self.device.embed(site, self.weights.weight(table), first_row, &self.inputs, n, &mut self.work.residual)?;
         comm.all_reduce(self.rank, site, &self.device, &mut self.work.residual, n, hidden)?;
-        probe.values(self, Point::Embed, None, n, |w| (&mut w.residual, 0))?;
+        probe.values(self, Place::EMBED, n, |w| (&mut w.residual, 0))?;
 
         for layer in 0..self.config.layers {
-            probe.values(self, Point::Input, Some(layer), n, |w| (&mut w.residual, 0))?;
+            let at = |point| Place::trunk(layer, point);
+            probe.values(self, at(Point::Input), n, |w| (&mut w.residual, 0))?;
             if layer == 0 {
-                let site = Site { layer: Some(0), op: Point::AttnNorm.name() };
-                let norm = self.weights.layers[0].attn_norm;
-                self.norm_residual(site, norm, n)?;
+                self.norm_residual(at(Point::AttnNorm), self.weights.layers[0].attn_norm, n)?;
             }
-            probe.values(self, Point::AttnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
+            probe.values(self, at(Point::AttnNorm), n, |w| (&mut w.norm, 0))?;
             self.attention(comm, layer, shape, probe)?;
             let norm = self.weights.layers[layer].ffn_norm;
-            self.add_norm(layer, Point::Residual, (Some(layer), Point::FfnNorm), norm, n, probe)?;
-            probe.values(self, Point::FfnNorm, Some(layer), n, |w| (&mut w.norm, 0))?;
+            self.add_norm(at(Point::Residual), at(Point::FfnNorm), norm, n, probe)?;
+            probe.values(self, at(Point::FfnNorm), n, |w| (&mut w.norm, 0))?;
             self.feed_forward(comm, layer, n, probe)?;
             // The norm behind a layer is the next layer's first, or the final one.
-            match self.weights.layers.get(layer + 1).map(|l| l.attn_norm) {
-                Some(next) => {
-                    self.add_norm(layer, Point::Output, (Some(layer + 1), Point::AttnNorm), next, n, probe)?
-                }
-                None => {
-                    let norm = self.weights.final_norm;
-                    self.add_norm(layer, Point::Output, (None, Point::FinalNorm), norm, n, probe)?;
-                }
-            }
+            let (normed, norm) = match self.weights.layers.get(layer + 1) {
+                Some(next) => (Place::trunk(layer + 1, Point::AttnNorm), next.attn_norm),
+                None => (Place::FINAL_NORM, self.weights.final_norm),
+            };
+            self.add_norm(at(Point::Output), normed, norm, n, probe)?;
         }
-        probe.values(self, Point::FinalNorm, None, n, |w| (&mut w.norm, 0))?;
+        probe.values(self, Place::FINAL_NORM, n, |w| (&mut w.norm, 0))?;
         self.head(shape.logits, probe)?;
         if shape.ahead {
             let first = self.rank * self.config.padded_vocab(self.tp) / self.tp;
-            self.device.best(AHEAD, &self.work.logits, &self.inputs, first, self.weights.head.1, n)?;
-            comm.share_best(self.rank, AHEAD, &self.device, n)?;
-            self.device.advance(AHEAD, &mut self.inputs, self.tp, n)?;
+            self.device.best(Place::NEXT_TOKEN, &self.work.logits, &self.inputs, first, self.weights.head.1, n)?;
+            comm.share_best(self.rank, Place::NEXT_TOKEN, &self.device, n)?;
+            self.device.advance(Place::NEXT_TOKEN, &mut self.inputs, self.tp, n)?;
         }
         Ok(())
     }
 
-    fn norm_residual(&mut self, site: Site, norm: VectorId, n: usize) -> Result<(), EngineError> {
+    fn norm_residual(&mut self, site: Place, norm: VectorId, n: usize) -> Result<(), EngineError> {
         let (c, w) = (&self.config, self.weights.vector(norm));
         Ok(self.device.rms_norm(site, &self.work.residual, 0..c.hidden, w, c.rms_eps, n, &mut self.work.norm, 0)?)
     }
 
-    /// `residual += delta` and the norm behind it: one fused operation, or two with the sum shown in between. The sum is a
-    /// point of `layer`; the norm may belong to the next one.
+    /// `residual += delta` and the norm behind it: one fused operation, or two with the sum shown in between. The norm may
+    /// belong to the next layer.
     fn add_norm(
         &mut self,
-        layer: usize,
-        sum: Point,
-        normed: (Option<usize>, Point),
+        sum: Place,
+        normed: Place,
         norm: VectorId,
         n: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
         let hidden = self.config.hidden;
-        let site = Site { layer: normed.0, op: normed.1.name() };
-        if probe.wants(sum, Some(layer)) {
-            let at = Site { layer: Some(layer), op: sum.name() };
-            self.device.add(at, &mut self.work.residual, &self.work.delta, hidden, n)?;
-            probe.values(self, sum, Some(layer), n, |w| (&mut w.residual, 0))?;
-            self.norm_residual(site, norm, n)?;
+        if probe.wants(sum) {
+            self.device.add(sum, &mut self.work.residual, &self.work.delta, hidden, n)?;
+            probe.values(self, sum, n, |w| (&mut w.residual, 0))?;
+            self.norm_residual(normed, norm, n)?;
         } else {
             let (w, eps) = (self.weights.vector(norm), self.config.rms_eps);
             let (x, y) = (&mut self.work.residual, &mut self.work.norm);
-            self.device.add_norm(site, x, &self.work.delta, w, eps, hidden, n, y)?;
+            self.device.add_norm(normed, x, &self.work.delta, w, eps, hidden, n, y)?;
         }
         Ok(())
     }
@@ -320,8 +309,8 @@ impl<D: Device> Forward<D> {
         shape: StepShape,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
-        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let (here, n) = (Some(layer), shape.tokens);
+        let at = |point| Place::trunk(layer, point);
+        let n = shape.tokens;
         let (hidden, q_lora, kv_lora, rope, nope) =
             (self.config.hidden, self.config.q_lora, self.config.kv_lora, self.config.rope, self.config.nope);
         let (base, latent_eps, qk) = (self.config.rope_base, self.config.latent_eps, self.config.qk_head());
@@ -330,8 +319,8 @@ impl<D: Device> Forward<D> {
         let (q_a_cols, kv_a_cols) = (self.columns.q_a.clone(), self.columns.kv_a.clone());
         let w = self.weights.weight(qkv_a);
         self.device.matmul(at(Point::QA), w, &self.work.norm, 0..hidden, n, &mut self.work.qkv_a, 0)?;
-        probe.values(self, Point::QA, here, n, |w| (&mut w.qkv_a, 0))?;
-        probe.values(self, Point::KvA, here, n, |w| (&mut w.qkv_a, kv_a_cols.start))?;
+        probe.values(self, at(Point::QA), n, |w| (&mut w.qkv_a, 0))?;
+        probe.values(self, at(Point::KvA), n, |w| (&mut w.qkv_a, kv_a_cols.start))?;
 
         // Queries: latent, norm, heads of [nope | rope].
         let w = self.weights.vector(q_a_norm);
@@ -345,23 +334,23 @@ impl<D: Device> Forward<D> {
             &mut self.work.q_a_norm,
             0,
         )?;
-        probe.values(self, Point::QANorm, here, n, |w| (&mut w.q_a_norm, 0))?;
+        probe.values(self, at(Point::QANorm), n, |w| (&mut w.q_a_norm, 0))?;
         let w = self.weights.weight(q_b);
         self.device.matmul(at(Point::QRaw), w, &self.work.q_a_norm, 0..q_lora, n, &mut self.work.q_b, 0)?;
-        probe.values(self, Point::QRaw, here, n, |w| (&mut w.q_b, 0))?;
+        probe.values(self, at(Point::QRaw), n, |w| (&mut w.q_b, 0))?;
         let rope_heads = Heads { start: nope, stride: qk, width: rope, count: heads };
         self.device.rope(at(Point::Q), &mut self.work.q_b, rope_heads, base, &self.inputs, n)?;
-        probe.values(self, Point::Q, here, n, |w| (&mut w.q_b, 0))?;
+        probe.values(self, at(Point::Q), n, |w| (&mut w.q_b, 0))?;
 
         // The cached row: normed latent, rotated key.
         let w = self.weights.vector(kv_a_norm);
         let (latent, key) = (kv_a_cols.start..kv_a_cols.start + kv_lora, kv_a_cols.start + kv_lora..kv_a_cols.end);
         self.device.rms_norm(at(Point::KvLatent), &self.work.qkv_a, latent, w, latent_eps, n, &mut self.work.kv, 0)?;
-        probe.values(self, Point::KvLatent, here, n, |w| (&mut w.kv, 0))?;
+        probe.values(self, at(Point::KvLatent), n, |w| (&mut w.kv, 0))?;
         self.device.copy(at(Point::KRope), &self.work.qkv_a, key, n, &mut self.work.kv, kv_lora)?;
         let one = Heads { start: kv_lora, stride: rope, width: rope, count: 1 };
         self.device.rope(at(Point::KRope), &mut self.work.kv, one, base, &self.inputs, n)?;
-        probe.values(self, Point::KRope, here, n, |w| (&mut w.kv, kv_lora))?;
+        probe.values(self, at(Point::KRope), n, |w| (&mut w.kv, kv_lora))?;
         let width = kv_lora + rope;
         self.device.append(
             at(Point::KRope),
@@ -379,7 +368,7 @@ impl<D: Device> Forward<D> {
         let latent_heads = Heads { start: 0, stride: kv_lora, width: kv_lora, count: heads };
         let site = at(Point::QAbsorbed);
         self.device.matmul_heads(site, w, &self.work.q_b, nope_heads, n, &mut self.work.q_latent, latent_heads)?;
-        probe.values(self, Point::QAbsorbed, here, n, |w| (&mut w.q_latent, 0))?;
+        probe.values(self, at(Point::QAbsorbed), n, |w| (&mut w.q_latent, 0))?;
 
         let sparse = self.attention == Attention::Dsa;
         if sparse && self.config.is_full(layer) {
@@ -401,18 +390,18 @@ impl<D: Device> Forward<D> {
             shape,
             &mut self.work.latent,
         )?;
-        probe.values(self, Point::Latent, here, n, |w| (&mut w.latent, 0))?;
+        probe.values(self, at(Point::Latent), n, |w| (&mut w.latent, 0))?;
         let w = self.weights.weight(v_b);
         let v_head = self.config.v_head;
         let value_heads = Heads { start: 0, stride: v_head, width: v_head, count: heads };
         let site = at(Point::Context);
         self.device.matmul_heads(site, w, &self.work.latent, latent_heads, n, &mut self.work.context, value_heads)?;
-        probe.values(self, Point::Context, here, n, |w| (&mut w.context, 0))?;
+        probe.values(self, at(Point::Context), n, |w| (&mut w.context, 0))?;
         let w = self.weights.weight(o);
         let site = at(Point::AttnOut);
         self.device.matmul(site, w, &self.work.context, 0..heads * v_head, n, &mut self.work.delta, 0)?;
         comm.all_reduce(self.rank, site, &self.device, &mut self.work.delta, n, hidden)?;
-        probe.values(self, Point::AttnOut, here, n, |w| (&mut w.delta, 0))
+        probe.values(self, at(Point::AttnOut), n, |w| (&mut w.delta, 0))
     }
 
     /// A full layer's indexer: keys appended, every query's top-k chosen. Shared layers reuse what it leaves.
@@ -423,8 +412,8 @@ impl<D: Device> Forward<D> {
         q_start: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
-        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let (here, n, longest) = (Some(layer), shape.tokens, shape.context);
+        let at = |point| Place::trunk(layer, point);
+        let (n, longest) = (shape.tokens, shape.context);
         let c = &self.config;
         let (dim, count, rope, base, eps, top_k) =
             (c.index_dim, c.index_heads, c.rope, c.rope_base, c.index_eps, c.top_k);
@@ -432,20 +421,20 @@ impl<D: Device> Forward<D> {
         let q_heads = Heads { start: q_start, stride: dim, width: dim, count };
         let rotated = Heads { width: rope, ..q_heads };
         self.device.rope(at(Point::IndexQ), &mut self.work.q_b, rotated, base, &self.inputs, n)?;
-        probe.values(self, Point::IndexQ, here, n, |w| (&mut w.q_b, q_start))?;
+        probe.values(self, at(Point::IndexQ), n, |w| (&mut w.q_b, q_start))?;
         if let Some((w, b)) = self.weights.layers[layer].index_norm {
             let (w, b) = (self.weights.vector(w), self.weights.vector(b));
             self.device.layer_norm(at(Point::IndexK), &mut self.work.qkv_a, key.clone(), w, b, eps, n)?;
         }
         let one = Heads { start: key.start, stride: dim, width: rope, count: 1 };
         self.device.rope(at(Point::IndexK), &mut self.work.qkv_a, one, base, &self.inputs, n)?;
-        probe.values(self, Point::IndexK, here, n, |w| (&mut w.qkv_a, key.start))?;
+        probe.values(self, at(Point::IndexK), n, |w| (&mut w.qkv_a, key.start))?;
         self.device.append(at(Point::IndexK), &mut self.index_cache, layer, &self.work.qkv_a, key, &self.inputs, n)?;
         let factor = self.config.index_scale();
         self.device.scale(at(Point::IndexWeights), &mut self.work.qkv_a, weight_cols.clone(), factor, n)?;
-        probe.values(self, Point::IndexWeights, here, n, |w| (&mut w.qkv_a, weight_cols.start))?;
+        probe.values(self, at(Point::IndexWeights), n, |w| (&mut w.qkv_a, weight_cols.start))?;
 
-        let mut scores = match probe.wants(Point::IndexScores, here) {
+        let mut scores = match probe.wants(at(Point::IndexScores)) {
             true => Some(self.device.buf(n, longest)?),
             false => None,
         };
@@ -465,9 +454,9 @@ impl<D: Device> Forward<D> {
         )?;
         if let Some(buf) = &mut scores {
             let mut values = self.device.read(buf, n, 0..longest)?;
-            probe.show(Point::IndexScores, here, n, &[longest], Data::Values(&mut values))?;
+            probe.show(at(Point::IndexScores), n, &[longest], Data::Values(&mut values))?;
         }
-        probe.indices(self, Point::IndexTopk, here, n, |w| &mut w.chosen)
+        probe.indices(self, at(Point::IndexTopk), n, |w| &mut w.chosen)
     }
 
     fn feed_forward(
@@ -477,8 +466,7 @@ impl<D: Device> Forward<D> {
         n: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
-        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let here = Some(layer);
+        let at = |point| Place::trunk(layer, point);
         let hidden = self.config.hidden;
         match self.weights.layers[layer].ffn {
             Ffn::Dense { gate_up, down } => {
@@ -486,7 +474,7 @@ impl<D: Device> Forward<D> {
                 let w = self.weights.weight(gate_up);
                 self.device.matmul(at(Point::Hidden), w, &self.work.norm, 0..hidden, n, &mut self.work.gate_up, 0)?;
                 self.device.swiglu(at(Point::Hidden), &self.work.gate_up, width, n, &mut self.work.hidden, 0)?;
-                probe.values(self, Point::Hidden, here, n, |w| (&mut w.hidden, 0))?;
+                probe.values(self, at(Point::Hidden), n, |w| (&mut w.hidden, 0))?;
                 let w = self.weights.weight(down);
                 self.device.matmul(at(Point::FfnOut), w, &self.work.hidden, 0..width, n, &mut self.work.delta, 0)?;
             }
@@ -511,7 +499,7 @@ impl<D: Device> Forward<D> {
                     let (x, out) = (&self.work.gate_up, &mut self.work.hidden);
                     self.device.swiglu(at(Point::Hidden), x, shared_width, n, out, slots * width)?;
                 }
-                probe.values(self, Point::Hidden, here, n, |w| (&mut w.hidden, 0))?;
+                probe.values(self, at(Point::Hidden), n, |w| (&mut w.hidden, 0))?;
                 let w = self.weights.weight(down);
                 self.device.experts_down(
                     at(Point::Routed),
@@ -524,20 +512,20 @@ impl<D: Device> Forward<D> {
                     n,
                     &mut self.work.routed,
                 )?;
-                probe.values(self, Point::Routed, here, n, |w| (&mut w.routed, 0))?;
+                probe.values(self, at(Point::Routed), n, |w| (&mut w.routed, 0))?;
                 self.device.copy(at(Point::FfnOut), &self.work.routed, 0..hidden, n, &mut self.work.delta, 0)?;
                 if let Some((_, down)) = shared {
                     let w = self.weights.weight(down);
                     let cols = slots * width..slots * width + shared_width;
                     self.device.matmul(at(Point::Shared), w, &self.work.hidden, cols, n, &mut self.work.shared, 0)?;
-                    probe.values(self, Point::Shared, here, n, |w| (&mut w.shared, 0))?;
+                    probe.values(self, at(Point::Shared), n, |w| (&mut w.shared, 0))?;
                     // Routed and shared are reduced together: one meeting instead of two.
                     self.device.add(at(Point::FfnOut), &mut self.work.delta, &self.work.shared, hidden, n)?;
                 }
             }
         }
         comm.all_reduce(self.rank, at(Point::FfnOut), &self.device, &mut self.work.delta, n, hidden)?;
-        probe.values(self, Point::FfnOut, here, n, |w| (&mut w.delta, 0))
+        probe.values(self, at(Point::FfnOut), n, |w| (&mut w.delta, 0))
     }
 
     fn route(
@@ -548,8 +536,7 @@ impl<D: Device> Forward<D> {
         n: usize,
         probe: &mut Listener<'_>,
     ) -> Result<(), Halt> {
-        let at = |point: Point| Site { layer: Some(layer), op: point.name() };
-        let here = Some(layer);
+        let at = |point| Place::trunk(layer, point);
         let hidden = self.config.hidden;
         let w = self.weights.weight(router);
         self.device.matmul(
@@ -561,15 +548,15 @@ impl<D: Device> Forward<D> {
             &mut self.work.router_logits,
             0,
         )?;
-        probe.values(self, Point::RouterLogits, here, n, |w| (&mut w.router_logits, 0))?;
+        probe.values(self, at(Point::RouterLogits), n, |w| (&mut w.router_logits, 0))?;
         let (c, b) = (&self.config, self.weights.vector(bias));
         let (scores, ids) = (&mut self.work.choice_scores, &mut self.work.expert_ids);
         self.device.route(at(Point::ExpertIds), c, &self.work.router_logits, b, &self.inputs, n, scores, ids)?;
-        probe.values(self, Point::ChoiceScores, here, n, |w| (&mut w.choice_scores, 0))?;
-        probe.indices(self, Point::ExpertIds, here, n, |w| &mut w.expert_ids)?;
+        probe.values(self, at(Point::ChoiceScores), n, |w| (&mut w.choice_scores, 0))?;
+        probe.indices(self, at(Point::ExpertIds), n, |w| &mut w.expert_ids)?;
         let (site, ids, out) = (at(Point::ExpertWeights), &self.work.expert_ids, &mut self.work.expert_weights);
         self.device.expert_weights(site, &self.config, &self.work.router_logits, ids, n, out)?;
-        probe.values(self, Point::ExpertWeights, here, n, |w| (&mut w.expert_weights, 0))
+        probe.values(self, at(Point::ExpertWeights), n, |w| (&mut w.expert_weights, 0))
     }
 
     /// This rank's part of the vocabulary, for the rows that are wanted.
@@ -577,12 +564,12 @@ impl<D: Device> Forward<D> {
         if rows == 0 {
             return Ok(());
         }
-        let site = Site { layer: None, op: Point::Logits.name() };
+        let site = Place::LOGITS;
         let (w, hidden) = (self.weights.weight(self.weights.head.0), self.config.hidden);
         self.device.take_rows(site, &self.work.norm, hidden, &self.inputs, rows, &mut self.work.last)?;
         if self.weights.head.1 > 0 {
             self.device.matmul(site, w, &self.work.last, 0..hidden, rows, &mut self.work.logits, 0)?;
         }
-        probe.values(self, Point::Logits, None, rows, |w| (&mut w.logits, 0))
+        probe.values(self, Place::LOGITS, rows, |w| (&mut w.logits, 0))
     }
 }

@@ -337,6 +337,11 @@ impl Point {
         Point::ALL.iter().copied().find(|p| p.scores() == Some(self))
     }
 
+    /// True for the points of the indexer: the trunk's alone, since MTP layers attend to all keys.
+    pub fn is_indexer(self) -> bool {
+        self.scope() == Scope::Trunk
+    }
+
     /// True where every token's row is read by others.
     pub fn is_key(self) -> bool {
         self.marks().contains(&Mark::Key)

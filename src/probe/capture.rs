@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Data, Layout, Point, Probe, Then, Visit};
+use super::{Data, Probe, Then, Visit};
+use crate::model::{Layout, Place};
 
 /// Captured values of one point.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,10 +32,8 @@ impl Values {
 /// One rank's values at one point: `[rows][shape]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Captured {
-    /// The point.
-    pub point: Point,
-    /// Trunk layer, `None` for global points.
-    pub layer: Option<usize>,
+    /// The place.
+    pub place: Place,
     /// Tokens.
     pub rows: usize,
     /// Shape of one token's row on the rank, slowest axis first.
@@ -43,13 +42,13 @@ pub struct Captured {
     pub values: Values,
 }
 
-/// Which points to capture.
-pub type Filter = Arc<dyn Fn(Point, Option<usize>) -> bool + Send + Sync>;
+/// Which places to capture.
+pub type Filter = Arc<dyn Fn(Place) -> bool + Send + Sync>;
 
 /// A listener that keeps what it sees.
 pub struct Capture {
     filter: Filter,
-    stop_after: Option<(Point, Option<usize>)>,
+    stop_after: Option<Place>,
     seen: Vec<Captured>,
 }
 
@@ -61,27 +60,26 @@ impl Capture {
 
     /// Captures every point.
     pub fn all() -> Self {
-        Self::new(Arc::new(|_, _| true))
+        Self::new(Arc::new(|_| true))
     }
 
-    /// Ends the step behind a point.
-    pub fn stop_after(mut self, point: Point, layer: Option<usize>) -> Self {
-        self.stop_after = Some((point, layer));
+    /// Ends the step behind a place.
+    pub fn stop_after(mut self, place: Place) -> Self {
+        self.stop_after = Some(place);
         self
     }
 }
 
 impl Probe for Capture {
-    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
-        self.stop_after == Some((point, layer)) || (self.filter)(point, layer)
+    fn wants(&self, place: Place) -> bool {
+        self.stop_after == Some(place) || (self.filter)(place)
     }
 
     fn visit(&mut self, visit: Visit<'_>) -> Then {
-        let at = (visit.point, visit.layer);
-        if (self.filter)(visit.point, visit.layer) {
+        let place = visit.place;
+        if (self.filter)(place) {
             self.seen.push(Captured {
-                point: visit.point,
-                layer: visit.layer,
+                place,
                 rows: visit.rows,
                 shape: visit.shape.to_vec(),
                 values: match visit.values {
@@ -90,7 +88,7 @@ impl Probe for Capture {
                 },
             });
         }
-        if self.stop_after == Some(at) { Then::Stop } else { Then::Continue }
+        if self.stop_after == Some(place) { Then::Stop } else { Then::Continue }
     }
 
     fn take(&mut self) -> Vec<Captured> {
@@ -117,7 +115,7 @@ pub enum UnshardError {
 /// Shapes that do not fit, and replicas that differ.
 pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
     let Some(first) = ranks.first() else { return Err(UnshardError::Empty { point: "?".into() }) };
-    let point = || first.point.full_name(first.layer);
+    let point = || first.place.to_string();
     for (rank, other) in ranks.iter().enumerate() {
         if other.shape != first.shape || other.rows != first.rows || other.values.len() != first.values.len() {
             let (expected, found) = (first.shape.clone(), other.shape.clone());
@@ -125,7 +123,7 @@ pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
         }
     }
     let mut whole = (*first).clone();
-    match first.point.layout() {
+    match first.place.point.layout() {
         Layout::Replicated => {
             for (rank, other) in ranks.iter().enumerate().skip(1) {
                 if let Some((index, expected, found)) = first_difference(&first.values, &other.values) {
@@ -188,10 +186,11 @@ fn first_difference(a: &Values, b: &Values) -> Option<(usize, f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Point;
 
     fn captured(point: Point, shape: &[usize], values: &[f32]) -> Captured {
         let rows = values.len() / shape.iter().product::<usize>();
-        Captured { point, layer: Some(0), rows, shape: shape.to_vec(), values: Values::F32(values.to_vec()) }
+        Captured { place: Place::trunk(0, point), rows, shape: shape.to_vec(), values: Values::F32(values.to_vec()) }
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! and where they part, at a memory cost that lets all points of all layers be watched at once.
 
 use super::capture::{Captured, Filter, Values};
-use super::{Data, Point, Probe, Then, Visit};
+use super::{Data, Probe, Then, Visit};
+use crate::model::Place;
 
 /// Keeps, per point and row, a digest of the row's bits: captured as `[rows][2]` indices, the low and the high half.
 pub struct Digest {
@@ -18,8 +19,8 @@ impl Digest {
 }
 
 impl Probe for Digest {
-    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
-        (self.filter)(point, layer)
+    fn wants(&self, place: Place) -> bool {
+        (self.filter)(place)
     }
 
     fn visit(&mut self, visit: Visit<'_>) -> Then {
@@ -31,8 +32,8 @@ impl Probe for Digest {
                 v.chunks_exact(width).flat_map(|row| halves(digest(row.iter().map(|i| *i as u32)))).collect()
             }
         };
-        let (point, layer, rows) = (visit.point, visit.layer, visit.rows);
-        self.seen.push(Captured { point, layer, rows, shape: vec![2], values: Values::I32(values) });
+        let Visit { place, rows, .. } = visit;
+        self.seen.push(Captured { place, rows, shape: vec![2], values: Values::I32(values) });
         Then::Continue
     }
 
@@ -56,12 +57,13 @@ fn digest(words: impl Iterator<Item = u32>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Point;
 
     fn rows(values: &mut [f32], width: usize) -> Vec<i32> {
-        let mut listener = Digest::new(std::sync::Arc::new(|_, _| true));
+        let mut listener = Digest::new(std::sync::Arc::new(|_| true));
         let rows = values.len() / width;
         let values = Data::Values(values);
-        listener.visit(Visit { point: Point::IndexScores, layer: Some(0), rows, shape: &[width], values });
+        listener.visit(Visit { place: Place::trunk(0, Point::IndexScores), rows, shape: &[width], values });
         match listener.take().remove(0).values {
             Values::I32(v) => v,
             Values::F32(_) => Vec::new(),

@@ -3,22 +3,20 @@
 pub mod capture;
 pub mod digest;
 pub mod dump;
-pub mod points;
 pub mod replace;
 pub mod trace;
 
 pub use capture::{Capture, Captured, Values};
 pub use digest::Digest;
-pub use points::{Layout, Point};
 pub use replace::{Replace, Replacements};
 pub use trace::Trace;
 
+use crate::model::Place;
+
 /// What a listener sees at a point: one rank's values of the step's tokens.
 pub struct Visit<'a> {
-    /// The point.
-    pub point: Point,
-    /// Trunk layer, `None` for global points.
-    pub layer: Option<usize>,
+    /// The place.
+    pub place: Place,
     /// Tokens.
     pub rows: usize,
     /// Shape of one token's row on this rank, slowest axis first.
@@ -48,8 +46,8 @@ pub enum Then {
 
 /// A listener of one rank.
 pub trait Probe: Send {
-    /// True if the values of this point are to be shown.
-    fn wants(&self, point: Point, layer: Option<usize>) -> bool;
+    /// True if the values of this place are to be shown.
+    fn wants(&self, place: Place) -> bool;
     /// Shows one rank's values.
     fn visit(&mut self, visit: Visit<'_>) -> Then;
     /// What was captured, at the end of the step.

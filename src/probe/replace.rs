@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::capture::{Capture, Captured, Filter, Values};
-use super::{Data, Point, Probe, Then, Visit};
+use super::{Data, Probe, Then, Visit};
+use crate::model::Place;
 
 /// Values by place; row `i` belongs to position `i` of the sequence.
-pub type Replacements = HashMap<(Point, Option<usize>), Captured>;
+pub type Replacements = HashMap<Place, Captured>;
 
 /// Captures what `filter` accepts, as the run computed it, and then puts the given values in its place. A place whose
 /// rows are of another width or kind than given ends the step: a replacement that silently does not happen would make
@@ -28,20 +29,20 @@ impl Replace {
 }
 
 impl Probe for Replace {
-    fn wants(&self, point: Point, layer: Option<usize>) -> bool {
-        self.with.contains_key(&(point, layer)) || self.capture.wants(point, layer)
+    fn wants(&self, place: Place) -> bool {
+        self.with.contains_key(&place) || self.capture.wants(place)
     }
 
     fn visit(&mut self, visit: Visit<'_>) -> Then {
-        let Visit { point, layer, rows, shape, mut values } = visit;
-        if self.capture.wants(point, layer) {
+        let Visit { place, rows, shape, mut values } = visit;
+        if self.capture.wants(place) {
             let values = match &mut values {
                 Data::Values(v) => Data::Values(v),
                 Data::Indices(v) => Data::Indices(v),
             };
-            self.capture.visit(Visit { point, layer, rows, shape, values });
+            self.capture.visit(Visit { place, rows, shape, values });
         }
-        let Some(given) = self.with.get(&(point, layer)) else { return Then::Continue };
+        let Some(given) = self.with.get(&place) else { return Then::Continue };
         let width = shape.iter().product();
         let positions = self.positions.get(..rows);
         let done = positions.and_then(|positions| match (values, &given.values) {
@@ -70,16 +71,19 @@ fn over<T: Copy>(values: &mut [T], with: &[T], width: usize, positions: &[Option
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Point;
+
+    const IDS: Place = Place::trunk(1, Point::ExpertIds);
 
     fn replace(width: usize, positions: Vec<Option<usize>>, values: &mut [i32]) -> (Then, Vec<Captured>) {
         let given = Values::I32((0..3 * 2).collect());
-        let given = Captured { point: Point::ExpertIds, layer: Some(1), rows: 3, shape: vec![2], values: given };
-        let with = Arc::new(HashMap::from([((Point::ExpertIds, Some(1)), given)]));
-        let mut probe = Replace::new(with, positions, Arc::new(|p, _| p == Point::ExpertIds));
-        assert!(probe.wants(Point::ExpertIds, Some(1)) && !probe.wants(Point::Embed, None));
+        let given = Captured { place: IDS, rows: 3, shape: vec![2], values: given };
+        let with = Arc::new(HashMap::from([(IDS, given)]));
+        let mut probe = Replace::new(with, positions, Arc::new(|place| place == IDS));
+        assert!(probe.wants(IDS) && !probe.wants(Place::EMBED));
         let rows = values.len() / width;
         let values = Data::Indices(values);
-        (probe.visit(Visit { point: Point::ExpertIds, layer: Some(1), rows, shape: &[width], values }), probe.take())
+        (probe.visit(Visit { place: IDS, rows, shape: &[width], values }), probe.take())
     }
 
     #[test]

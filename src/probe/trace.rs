@@ -1,10 +1,10 @@
-//! A run's captures by point: every rank's own, and the whole that a reader of the paper would expect.
+//! A run's captures by place: every rank's own, and the whole that a reader of the paper would expect.
 
 use std::collections::HashMap;
 
 use super::capture::{Captured, UnshardError, Values, unshard};
-use super::points::{Layout, Point};
 use crate::engine::Attention;
+use crate::model::{Block, Layout, Place};
 
 /// The captures of one prompt of one sequence, from our engine or from somebody's dump. Row `i` of every point is
 /// position `i` (logits: the rows asked for, which are all of them here).
@@ -18,7 +18,7 @@ pub struct Trace {
     pub tp: usize,
     /// What queries attended to.
     pub attention: Attention,
-    ranks: HashMap<(Point, Option<usize>), Vec<Captured>>,
+    ranks: HashMap<Place, Vec<Captured>>,
     shown: Option<Shown>,
 }
 
@@ -34,9 +34,9 @@ impl Trace {
     /// From each rank's captures, in rank order.
     pub fn new(producer: String, ids: Vec<u32>, attention: Attention, captured: Vec<Vec<Captured>>) -> Self {
         let tp = captured.len();
-        let mut ranks: HashMap<(Point, Option<usize>), Vec<Captured>> = HashMap::new();
+        let mut ranks: HashMap<Place, Vec<Captured>> = HashMap::new();
         for c in captured.into_iter().flatten() {
-            ranks.entry((c.point, c.layer)).or_default().push(c);
+            ranks.entry(c.place).or_default().push(c);
         }
         Trace { producer, ids, tp, attention, ranks, shown: None }
     }
@@ -53,32 +53,28 @@ impl Trace {
         self
     }
 
-    /// True for the points that this trace is to be judged at.
-    pub fn shows(&self, point: Point, layer: Option<usize>) -> bool {
-        self.shown.as_ref().is_none_or(|s| match layer {
-            Some(layer) => s.layers.contains(&layer),
-            None if point == Point::Embed => s.first,
-            None => s.last,
+    /// True for the places that this trace is to be judged at.
+    pub fn shows(&self, place: Place) -> bool {
+        self.shown.as_ref().is_none_or(|s| match place.block {
+            Block::Front => s.first,
+            Block::Trunk(layer) => s.layers.contains(&layer),
+            Block::Back | Block::Mtp(_) => s.last,
         })
     }
 
-    /// The points that were captured on every rank, in the order of the forward pass.
-    pub fn points(&self) -> Vec<(Point, Option<usize>)> {
-        let complete = self.ranks.iter().filter(|((p, l), c)| c.len() == self.tp && self.shows(*p, *l));
-        let mut points: Vec<(Point, Option<usize>)> = complete.map(|(p, _)| *p).collect();
-        points.sort_by_key(|(p, layer)| match p {
-            Point::Embed => (0, 0, *p),
-            p if p.is_global() => (2, 0, *p),
-            p => (1, layer.unwrap_or(0), *p),
-        });
-        points
+    /// The places that were captured on every rank, in the order of the forward pass.
+    pub fn places(&self) -> Vec<Place> {
+        let complete = self.ranks.iter().filter(|(place, c)| c.len() == self.tp && self.shows(**place));
+        let mut places: Vec<Place> = complete.map(|(place, _)| *place).collect();
+        places.sort();
+        places
     }
 
     /// Some of the captures, as if `ranks` had nothing to add: what they hold of sharded and partial points is zeros.
-    pub fn without(&self, ranks: &[usize], points: &[(Point, Option<usize>)]) -> Trace {
+    pub fn without(&self, ranks: &[usize], places: &[Place]) -> Trace {
         let silent = |(rank, captured): (usize, &Captured)| {
             let mut captured = captured.clone();
-            if captured.point.layout() != Layout::Replicated && ranks.contains(&rank) {
+            if captured.place.point.layout() != Layout::Replicated && ranks.contains(&rank) {
                 captured.values = match captured.values {
                     Values::F32(v) => Values::F32(vec![0.0; v.len()]),
                     Values::I32(v) => Values::I32(vec![0; v.len()]),
@@ -86,32 +82,32 @@ impl Trace {
             }
             captured
         };
-        let kept = points.iter().filter_map(|p| Some((*p, self.ranks.get(p)?)));
+        let kept = places.iter().filter_map(|p| Some((*p, self.ranks.get(p)?)));
         let ranks = kept.map(|(p, all)| (p, all.iter().enumerate().map(silent).collect())).collect();
         Trace { ranks, producer: self.producer.clone(), ids: self.ids.clone(), shown: self.shown.clone(), ..*self }
     }
 
-    /// Every rank's captures of a point.
-    pub fn ranks(&self, point: Point, layer: Option<usize>) -> Option<&[Captured]> {
-        self.ranks.get(&(point, layer)).map(Vec::as_slice).filter(|c| c.len() == self.tp)
+    /// Every rank's captures of a place.
+    pub fn ranks(&self, place: Place) -> Option<&[Captured]> {
+        self.ranks.get(&place).map(Vec::as_slice).filter(|c| c.len() == self.tp)
     }
 
     /// All ranks' captures put together; replicated copies must agree.
     ///
     /// # Errors
     /// See [`unshard`].
-    pub fn whole(&self, point: Point, layer: Option<usize>) -> Result<Captured, UnshardError> {
-        let ranks = self.ranks(point, layer).unwrap_or_default();
+    pub fn whole(&self, place: Place) -> Result<Captured, UnshardError> {
+        let ranks = self.ranks(place).unwrap_or_default();
         unshard(&ranks.iter().collect::<Vec<_>>())
     }
 
-    /// The point as `rank` sees it: its own copy of a replicated one, everybody's parts of any other.
+    /// The place as `rank` sees it: its own copy of a replicated one, everybody's parts of any other.
     ///
     /// # Errors
     /// See [`unshard`].
-    pub fn seen_by(&self, rank: usize, point: Point, layer: Option<usize>) -> Result<Captured, UnshardError> {
-        let ranks = self.ranks(point, layer).unwrap_or_default();
-        match (point.layout(), ranks.get(rank)) {
+    pub fn seen_by(&self, rank: usize, place: Place) -> Result<Captured, UnshardError> {
+        let ranks = self.ranks(place).unwrap_or_default();
+        match (place.point.layout(), ranks.get(rank)) {
             (Layout::Replicated, Some(own)) => Ok(own.clone()),
             _ => unshard(&ranks.iter().collect::<Vec<_>>()),
         }

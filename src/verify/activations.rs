@@ -10,7 +10,8 @@ use super::{Check, Progress, StageReport, Subject, Verdict, VerifyError};
 use crate::checkpoint::Naming;
 use crate::checkpoint::oracle::Raw;
 use crate::engine::{Attention, Recipe};
-use crate::probe::{Layout, Point, Trace};
+use crate::model::{Block, Layout, Place, Point};
+use crate::probe::Trace;
 
 /// The eps policy that the reference takes from the kind of file.
 pub fn eps_of(subject: &Subject) -> Eps {
@@ -32,7 +33,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let made = findings.iter().filter(|f| f.verdict != Verdict::NotApplicable).count();
     let mut checks: Vec<Check> = findings
         .iter()
-        .map(|f| Check { name: f.name(), verdict: f.verdict, detail: f.detail.clone(), rho: Some(f.rho) })
+        .map(|f| Check { name: f.place.to_string(), verdict: f.verdict, detail: f.detail.clone(), rho: Some(f.rho) })
         .collect();
     checks.push(sparse_activity(subject, &findings));
     let report = StageReport { stage: "activations", summary: String::new(), checks, made, seconds: 0.0 };
@@ -60,7 +61,7 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
     let check = |verdict, detail: String| Check::new("sparse attention", verdict, detail);
     let dense_dump = subject.target.as_ref().is_some_and(|t| t.attention == Attention::Dense);
     let sparse_rows = subject.rows.iter().filter(|t| **t >= c.top_k).count();
-    let latents = || findings.iter().filter(|f| f.point == Point::Latent);
+    let latents = || findings.iter().filter(|f| f.place.point == Point::Latent);
     let judged = latents().filter(|f| matches!(f.verdict, Verdict::Match | Verdict::Divergent)).count();
     if subject.attention == Attention::Dense {
         return check(
@@ -97,9 +98,9 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
     for_traces(subject, &mut |trace| {
         let every: Vec<usize> = (0..trace.ids.len()).collect();
         let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
-        for (point, layer) in expected_points(&judge, trace, subject) {
-            progress.at("activations: layers replayed", layer.map_or(0, |l| l + 1), layers);
-            all.push(judge_op(&judge, trace, point, layer, subject)?);
+        for place in expected_places(&judge, trace, subject) {
+            progress.at("activations: layers replayed", place.layer().map_or(0, |l| l + 1), layers);
+            all.push(judge_op(&judge, trace, place, subject)?);
         }
         Ok(())
     })?;
@@ -120,11 +121,11 @@ pub(crate) fn judge_of<'a>(
     Judge { config, weights, options, orders, rows, every }
 }
 
-/// The points that this model and run have by the reference's own list, whether they were captured or not.
-pub(crate) fn expected_points(judge: &Judge<'_>, trace: &Trace, subject: &Subject) -> Vec<(Point, Option<usize>)> {
+/// The places that this model and run have by the reference's own list, whether they were captured or not.
+pub(crate) fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subject) -> Vec<Place> {
     let all = lockstep_reference::points(judge.config, judge.options);
-    let known = all.iter().filter_map(|name| Point::parse(name)).map(|(layer, point)| (point, layer));
-    known.filter(|(p, l)| trace.shows(*p, *l) && subject.wants_layer(*l)).collect()
+    let known = all.iter().filter_map(|name| name.parse().ok());
+    known.filter(|place| trace.shows(*place) && subject.wants_layer(place.layer())).collect()
 }
 
 /// Hands out the traces to judge: the given one, or our own run, in groups of layers that fit in memory.
@@ -158,10 +159,11 @@ const CAPTURE_BYTES: usize = 512 << 20;
 
 fn layers_at_once(subject: &Subject) -> usize {
     let (c, n) = (subject.checkpoint.config(), subject.ids.len());
+    let block = Block::Trunk(c.layers - 1);
     let replicated: usize = Point::ALL
         .iter()
-        .filter(|p| !p.is_global() && p.layout() == Layout::Replicated)
-        .map(|p| p.shape(c, c.layers - 1, 1).iter().product::<usize>())
+        .filter(|point| point.is_in(block) && point.layout() == Layout::Replicated)
+        .map(|point| Place { block, point: *point }.shape(c, 1).iter().product::<usize>())
         .sum();
     let sharded = c.heads * (2 * c.qk_head() + 2 * c.kv_lora + c.v_head) + (c.experts_used + 1) * c.expert_ffn;
     let row = subject.tp * (replicated + n + 2 * c.hidden) + sharded;

@@ -9,37 +9,9 @@ use super::VerifyError;
 use crate::engine::batch::{Batch, Token};
 use crate::engine::kv::PAGE;
 use crate::engine::{Engine, EngineError};
+use crate::model::{Place, Point};
 use crate::probe::capture::{Captured, Filter, Values};
-use crate::probe::{Capture, Digest, Point, Probe, Replace, Replacements};
-
-/// A place of the forward pass; sorts in its order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
-    /// 0 before the layers, 1 in them, 2 behind.
-    part: u8,
-    /// Trunk layer.
-    pub layer: Option<usize>,
-    /// The point.
-    pub point: Point,
-}
-
-impl Place {
-    /// The place of a point.
-    pub fn new(point: Point, layer: Option<usize>) -> Self {
-        let part = match point {
-            Point::Embed => 0,
-            p if p.is_global() => 2,
-            _ => 1,
-        };
-        Place { part, layer, point }
-    }
-}
-
-impl std::fmt::Display for Place {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.point.full_name(self.layer))
-    }
-}
+use crate::probe::{Capture, Digest, Probe, Replace, Replacements};
 
 /// What to listen to.
 #[derive(Clone)]
@@ -195,7 +167,7 @@ impl Fed {
     /// One rank's choices, as replacements for other runs.
     pub fn choices(&self, rank: usize) -> Replacements {
         let all = self.ranks.get(rank).into_iter().flatten();
-        all.filter(|(p, _)| p.point.is_choice()).map(|(p, c)| ((p.point, p.layer), c.clone())).collect()
+        all.filter(|(p, _)| p.point.is_choice()).map(|(p, c)| (*p, c.clone())).collect()
     }
 }
 
@@ -219,7 +191,7 @@ fn differs(a: &Values, b: &Values, range: Range<usize>) -> Result<Option<usize>,
 
 /// True for the points that hold choices.
 pub fn choices() -> Filter {
-    Arc::new(|point: Point, _| point.is_choice())
+    Arc::new(|place| place.point.is_choice())
 }
 
 /// Feeds a sequence, with logits of all its rows. Neighbours are fed in as many steps, evenly, and their pages lie between
@@ -306,7 +278,7 @@ fn run(
 fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, cut: Range<usize>) {
     let width = captured.row_len();
     // Logits come for the sequence's rows only.
-    let first = if captured.point == Point::Logits { 0 } else { first };
+    let first = if captured.place == Place::LOGITS { 0 } else { first };
     let came = captured.values.len() / width.max(1);
     let rows = first.min(came)..(first + cut.len()).min(came);
     let range = rows.start * width..rows.end * width;
@@ -314,8 +286,7 @@ fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, 
         Values::F32(v) => Values::F32(v[range].to_vec()),
         Values::I32(v) => Values::I32(v[range].to_vec()),
     };
-    let place = Place::new(captured.point, captured.layer);
-    let all = held.entry(place).or_insert_with(|| {
+    let all = held.entry(captured.place).or_insert_with(|| {
         let values = match own {
             Values::F32(_) => Values::F32(Vec::new()),
             Values::I32(_) => Values::I32(Vec::new()),
@@ -346,35 +317,24 @@ mod tests {
         assert_eq!(Feed::chunked(&ids, vec![0]).cuts().len(), 10);
     }
 
-    #[test]
-    fn places_sort_in_the_order_of_the_forward_pass() {
-        let mut places = [
-            Place::new(Point::Logits, None),
-            Place::new(Point::Input, Some(1)),
-            Place::new(Point::Output, Some(0)),
-            Place::new(Point::AttnNorm, Some(0)),
-            Place::new(Point::FinalNorm, None),
-            Place::new(Point::Embed, None),
-        ];
-        places.sort();
-        let names: Vec<String> = places.iter().map(Place::to_string).collect();
-        let order = ["embed", "layers.0.attn.norm", "layers.0.output", "layers.1.input", "final_norm", "logits"];
-        assert_eq!(names, order);
-    }
-
     fn captured(point: Point, values: &[i32]) -> Captured {
-        Captured { point, layer: Some(0), rows: values.len(), shape: vec![1], values: Values::I32(values.to_vec()) }
+        Captured {
+            place: Place::trunk(0, point),
+            rows: values.len(),
+            shape: vec![1],
+            values: Values::I32(values.to_vec()),
+        }
     }
 
     /// Two ranks with two places of three rows.
     fn fed() -> Fed {
-        let place = |point| (Place::new(point, Some(0)), captured(point, &[1, 2, 3]));
+        let place = |point| (Place::trunk(0, point), captured(point, &[1, 2, 3]));
         Fed { rows: 3, ranks: vec![[Point::QA, Point::KvA].map(place).into(); 2], logits: vec![0.5; 6] }
     }
 
     #[test]
     fn what_only_one_run_holds_is_a_parting() {
-        let (whole, at) = (fed(), Place::new(Point::KvA, Some(0)));
+        let (whole, at) = (fed(), Place::trunk(0, Point::KvA));
         assert_eq!(whole.parts_from(&fed(), 0..3), None);
         let part = |row, what| Some(Parting { place: at, rank: 1, row, what });
         let mut other = fed();
@@ -383,7 +343,7 @@ mod tests {
         assert_eq!(other.parts_from(&whole, 0..3), part(0, Difference::Missing));
         assert_eq!(other.parts_from(&other, 0..3), part(0, Difference::Missing), "rank 0 holds it");
         other.ranks.truncate(1);
-        let first = Parting { place: Place::new(Point::QA, Some(0)), rank: 1, row: 0, what: Difference::Missing };
+        let first = Parting { place: Place::trunk(0, Point::QA), rank: 1, row: 0, what: Difference::Missing };
         assert_eq!(other.parts_from(&whole, 0..3), Some(first));
         for (rows, row) in [(&[1, 2][..], 2), (&[1, 2, 3, 4], 3), (&[], 0)] {
             let mut other = fed();
@@ -397,7 +357,7 @@ mod tests {
 
     #[test]
     fn only_the_rows_asked_for_are_compared() {
-        let (whole, at) = (fed(), Place::new(Point::KvA, Some(0)));
+        let (whole, at) = (fed(), Place::trunk(0, Point::KvA));
         let mut other = fed();
         other.ranks[1].insert(at, captured(Point::KvA, &[1, 2, 4]));
         assert_eq!(whole.parts_from(&other, 0..2), None);
@@ -418,7 +378,7 @@ mod tests {
 
     #[test]
     fn rows_that_do_not_come_leave_the_place_short() {
-        let at = Place::new(Point::KvA, Some(0));
+        let at = Place::trunk(0, Point::KvA);
         let rows = |steps: &[(&[i32], Range<usize>)]| {
             let mut held = BTreeMap::new();
             steps.iter().for_each(|(values, cut)| keep(&mut held, captured(Point::KvA, values), 1, cut.clone()));

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use lockstep_reference::{Arith, Eps};
 
-use super::drive::{Fed, Feed, Listen, Place, choices, feed};
+use super::drive::{Fed, Feed, Listen, choices, feed};
 use super::floor::limit;
 use super::subject::{Progress, Subject};
 use super::verdict::{Check, StageReport, Verdict};
@@ -27,7 +27,8 @@ use crate::engine::kv::PAGE;
 use crate::engine::sampler::{Sampling, greedy};
 use crate::engine::scheduler::Request;
 use crate::engine::{Attention, Engine, Options};
-use crate::probe::{Point, Replacements, Trace};
+use crate::model::{Place, Point};
+use crate::probe::{Replacements, Trace};
 use crate::tokenize::Tokenizer;
 
 /// Tokens that the engine goes on with behind the subject's prompt, and behind a built-in one.
@@ -171,10 +172,10 @@ fn of_dump(
         checks.push(Check::new("logits", Verdict::Unmeasured, why.clone()));
         Ok(why)
     };
-    if trace.ranks(Point::Logits, None).is_none() {
+    if trace.ranks(Place::LOGITS).is_none() {
         return unmeasured(format!("the dump of {} holds no logits", trace.producer), checks);
     }
-    let whole = match trace.whole(Point::Logits, None) {
+    let whole = match trace.whole(Place::LOGITS) {
         Ok(whole) => whole,
         Err(e) => return unmeasured(format!("the dump's logits do not fit together: {e}"), checks),
     };
@@ -192,8 +193,8 @@ fn of_dump(
             (Point::IndexTopk, c.is_full(layer) && trace.attention == Attention::Dsa),
         ];
         for (point, _) in chooses.into_iter().filter(|(_, chooses)| *chooses) {
-            let place = Place::new(point, Some(layer));
-            match trace.ranks(point, Some(layer)).filter(|ranks| ranks.iter().all(|r| r.rows == trace.ids.len())) {
+            let place = Place::trunk(layer, point);
+            match trace.ranks(place).filter(|ranks| ranks.iter().all(|r| r.rows == trace.ids.len())) {
                 Some(ranks) => fed.ranks.iter_mut().zip(ranks).for_each(|(to, c)| drop(to.insert(place, c.clone()))),
                 None => missing.push(place),
             }

@@ -7,15 +7,14 @@ use super::floor::{Energy, LEAST_VALUES, limit, pools};
 use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
 use super::{Subject, Verdict, VerifyError};
 use crate::checkpoint::oracle::Raw;
-use crate::probe::{Captured, Layout, Point, Trace};
+use crate::model::{Layout, Place, Point};
+use crate::probe::{Captured, Trace};
 
 /// What was found at one operation.
 #[derive(Clone, Debug)]
 pub struct OpFinding {
-    /// The point that the operation produces.
-    pub point: Point,
-    /// Its layer.
-    pub layer: Option<usize>,
+    /// The place of what the operation produces.
+    pub place: Place,
     /// The verdict.
     pub verdict: Verdict,
     /// rho and limit of the slice that decided (the worst one).
@@ -29,13 +28,8 @@ pub struct OpFinding {
 }
 
 impl OpFinding {
-    /// The full name of the point.
-    pub fn name(&self) -> String {
-        self.point.full_name(self.layer)
-    }
-
-    fn unjudged(point: Point, layer: Option<usize>, verdict: Verdict, detail: String) -> Self {
-        OpFinding { point, layer, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail }
+    fn unjudged(place: Place, verdict: Verdict, detail: String) -> Self {
+        OpFinding { place, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail }
     }
 }
 
@@ -51,15 +45,14 @@ fn unchanged(_: usize, _: Key) -> Result<Option<Value>, RefError> {
 pub(crate) fn judge_op(
     judge: &Judge<'_>,
     trace: &Trace,
-    point: Point,
-    layer: Option<usize>,
+    place: Place,
     subject: &Subject,
 ) -> Result<OpFinding, VerifyError> {
-    let unjudged = |verdict, detail: String| OpFinding::unjudged(point, layer, verdict, detail);
-    if point.is_choice() {
-        return judge_choice(judge, trace, point, layer);
+    let unjudged = |verdict, detail: String| OpFinding::unjudged(place, verdict, detail);
+    if let Some(scores) = place.point.scores() {
+        return judge_choice(judge, trace, place, place.at(scores));
     }
-    let slices = match Slices::collect(judge, trace, point, layer, &unchanged, None)? {
+    let slices = match Slices::collect(judge, trace, place, &unchanged, None)? {
         Ok(slices) => slices,
         Err(Unjudged::NoSuchPoint) => {
             return Ok(unjudged(Verdict::NotApplicable, "no such point in this model and run".into()));
@@ -67,9 +60,9 @@ pub(crate) fn judge_op(
         Err(Unjudged::NoData(why)) => return Ok(unjudged(Verdict::Unmeasured, why)),
         Err(Unjudged::WrongShape(why)) => return Ok(unjudged(Verdict::Divergent, why)),
     };
-    let mut finding = slices.finding(point, layer);
+    let mut finding = slices.finding(place);
     if finding.verdict == Verdict::Divergent
-        && let Some(who) = documented_disagreement(judge, trace, point, layer, subject)?
+        && let Some(who) = documented_disagreement(judge, trace, place, subject)?
     {
         finding.verdict = Verdict::Drift;
         finding.detail = format!("{}; {who}", finding.detail);
@@ -100,28 +93,26 @@ impl Slices {
     pub fn collect(
         judge: &Judge<'_>,
         trace: &Trace,
-        point: Point,
-        layer: Option<usize>,
+        place: Place,
         change: &RankChange<'_>,
         only: Option<&[usize]>,
     ) -> Result<Result<Slices, Unjudged>, VerifyError> {
-        let name = point.full_name(layer);
-        let judge = judge.at(point);
-        let Some(mut names) = judge.inputs(&name) else { return Ok(Err(Unjudged::NoSuchPoint)) };
-        let Some(captured) = trace.ranks(point, layer) else {
+        let (judge, layout) = (judge.at(place.point), place.point.layout());
+        let Some(mut places) = judge.inputs(place) else { return Ok(Err(Unjudged::NoSuchPoint)) };
+        let Some(captured) = trace.ranks(place) else {
             return Ok(Err(Unjudged::NoData("it was not captured on every rank".into())));
         };
-        names.push(name.clone());
+        places.push(place);
         let mut slices = Slices::default();
-        for class in classes(trace, &names) {
+        for class in classes(trace, &places) {
             let class: Vec<usize> = class.into_iter().filter(|r| only.is_none_or(|ranks| ranks.contains(r))).collect();
             let Some(&first) = class.first() else { continue };
             let of_rank = |key: Key| change(first, key);
             let weights = Altered::new(judge.weights, &of_rank);
             let judge = Judge { weights: &weights, orders: judge.orders.clone(), ..judge };
             let seen = Seen::new(trace, first);
-            if point.layout() == Layout::Partial && trace.tp > 1 {
-                let expected = match judge.recompute_partials(&name, &|n| seen.get(n), trace.tp)? {
+            if layout == Layout::Partial && trace.tp > 1 {
+                let expected = match judge.recompute_partials(place, &|n| seen.get(n), trace.tp)? {
                     Ok(expected) => expected,
                     Err(why) => return Ok(Err(why)),
                 };
@@ -137,12 +128,12 @@ impl Slices {
                     continue; // the sum of all ranks says nothing of some
                 }
             }
-            let (reference, sigma) = match judge.recompute(&name, &|n| seen.get(n))? {
+            let (reference, sigma) = match judge.recompute(place, &|n| seen.get(n))? {
                 Ok(expected) => expected,
                 Err(why) => return Ok(Err(why)),
             };
             let width = reference.len() / judge.rows.len();
-            let whole = match trace.seen_by(first, point, layer) {
+            let whole = match trace.seen_by(first, place) {
                 Ok(whole) => whole,
                 Err(e) => return Ok(Err(Unjudged::NoData(e.to_string()))),
             };
@@ -150,9 +141,9 @@ impl Slices {
                 return Ok(Err(wrong_shape(width, &whole)));
             };
             let measured = judge.measured(target, reference, sigma);
-            let known = point.layout() == Layout::Partial && trace.tp > 1;
+            let known = layout == Layout::Partial && trace.tp > 1;
             let ranks: &[usize] = if known { &[] } else { &class };
-            slices.add(&measured, ranks, |j| owner(point, &whole.shape, trace.tp, j));
+            slices.add(&measured, ranks, |j| owner(place.point, &whole.shape, trace.tp, j));
             slices.nonfinite(&whole, judge.rows);
         }
         Ok(Ok(slices))
@@ -174,10 +165,9 @@ impl Slices {
 
     /// Values outside the judged rows that are not finite although all inputs are: wrong without a floor.
     fn nonfinite(&mut self, whole: &Captured, judged: &[usize]) {
-        let masks = matches!(whole.point, Point::IndexScores | Point::ChoiceScores | Point::Logits);
         let (values, width) = (whole.as_f32(), whole.row_len().max(1));
         for (i, v) in values.iter().enumerate() {
-            let masked = masks && *v == f32::NEG_INFINITY;
+            let masked = whole.place.point.is_masked() && *v == f32::NEG_INFINITY;
             if !v.is_finite() && !masked && !judged.contains(&(i / width)) {
                 let token = i / width;
                 let row = Energy { misplaced: LEAST_VALUES, ..Energy::default() };
@@ -201,7 +191,7 @@ impl Slices {
         self.whole
     }
 
-    fn finding(self, point: Point, layer: Option<usize>) -> OpFinding {
+    fn finding(self, place: Place) -> OpFinding {
         let worst = self.deciding();
         let (rho, most) = (worst.rho(), limit(worst.m));
         let bad = |e: &Energy| decides(e) && e.share() > 1.0;
@@ -233,7 +223,7 @@ impl Slices {
             let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:e}") };
             detail.push_str(&format!("; token {token}, column {column}: {t:e}, expected {expected}"));
         }
-        OpFinding { point, layer, verdict, rho: (rho, most), ranks, tokens, detail }
+        OpFinding { place, verdict, rho: (rho, most), ranks, tokens, detail }
     }
 }
 
@@ -245,11 +235,10 @@ fn wrong_shape(width: usize, found: &Captured) -> Unjudged {
 fn documented_disagreement(
     judge: &Judge<'_>,
     trace: &Trace,
-    point: Point,
-    layer: Option<usize>,
+    place: Place,
     subject: &Subject,
 ) -> Result<Option<String>, VerifyError> {
-    if !matches!(point, Point::QANorm | Point::KvLatent | Point::IndexK) {
+    if !matches!(place.point, Point::QANorm | Point::KvLatent | Point::IndexK) {
         return Ok(None);
     }
     let raw = Raw(subject.checkpoint.source());
@@ -259,7 +248,7 @@ fn documented_disagreement(
         (Eps::LlamaCpp, "agrees with llama.cpp (eps 0 for the indexer's LayerNorm)"),
     ] {
         let config = RefConfig::from_raw(&raw, eps)?;
-        let same = match point {
+        let same = match place.point {
             Point::IndexK => config.index_eps == judge.config.index_eps,
             _ => config.latent_eps == judge.config.latent_eps,
         };
@@ -267,8 +256,8 @@ fn documented_disagreement(
             continue; // the policy that it was judged by
         }
         let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
-        if let Ok(slices) = Slices::collect(&other, trace, point, layer, &unchanged, None)?
-            && slices.finding(point, layer).verdict == Verdict::Match
+        if let Ok(slices) = Slices::collect(&other, trace, place, &unchanged, None)?
+            && slices.finding(place).verdict == Verdict::Match
         {
             return Ok(Some(format!("{who}: the references themselves disagree here")));
         }
@@ -277,40 +266,32 @@ fn documented_disagreement(
 }
 
 /// Choices are compared as sets with margins: what was chosen instead must lie within a band of the boundary.
-fn judge_choice(
-    judge: &Judge<'_>,
-    trace: &Trace,
-    point: Point,
-    layer: Option<usize>,
-) -> Result<OpFinding, VerifyError> {
-    let name = point.full_name(layer);
-    if trace.ranks(point, layer).is_none() {
+fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -> Result<OpFinding, VerifyError> {
+    if trace.ranks(place).is_none() {
         let detail = "it was not captured on every rank".to_string();
-        return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, detail));
+        return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, detail));
     }
-    let scores_point = if point == Point::IndexTopk { Point::IndexScores } else { Point::ChoiceScores };
-    let scores_name = scores_point.full_name(layer);
-    let most = |t: usize| match point {
+    let most = |t: usize| match place.point {
         Point::IndexTopk => judge.config.top_k.min(t + 1),
         _ => judge.config.experts_used,
     };
     let mut bad: Vec<String> = Vec::new();
     let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
-    for class in classes(trace, &[judge.inputs(&name).unwrap_or_default(), vec![name.clone()]].concat()) {
+    for class in classes(trace, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()) {
         let seen = Seen::new(trace, class[0]);
-        let (scores, floors) = match judge.recompute(&scores_name, &|n| seen.get(n))? {
+        let (scores, floors) = match judge.recompute(scores, &|n| seen.get(n))? {
             Ok(expected) => expected,
             Err(Unjudged::NoSuchPoint) => {
                 let detail = "no such point in this model and run".to_string();
-                return Ok(OpFinding::unjudged(point, layer, Verdict::NotApplicable, detail));
+                return Ok(OpFinding::unjudged(place, Verdict::NotApplicable, detail));
             }
             Err(Unjudged::NoData(why) | Unjudged::WrongShape(why)) => {
-                return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, why));
+                return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, why));
             }
         };
-        let Ok(chosen) = trace.seen_by(class[0], point, layer) else {
+        let Ok(chosen) = trace.seen_by(class[0], place) else {
             let detail = "not captured on every rank".to_string();
-            return Ok(OpFinding::unjudged(point, layer, Verdict::Unmeasured, detail));
+            return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, detail));
         };
         let width = scores.len() / judge.rows.len();
         for (i, t) in judge.rows.iter().enumerate() {
@@ -333,7 +314,7 @@ fn judge_choice(
         Some(first) => format!("{} of {} rows chose wrongly; {first}", bad.len(), judge.rows.len()),
     };
     let rho = (if bad.is_empty() { 0.0 } else { f64::INFINITY }, 1.0); // sets agree or they do not
-    Ok(OpFinding { point, layer, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail })
+    Ok(OpFinding { place, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail })
 }
 
 fn row_of(captured: &Captured, t: usize) -> Vec<i64> {

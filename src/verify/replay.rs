@@ -10,7 +10,8 @@ use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs
 
 use super::VerifyError;
 use super::floor::{Energy, sigma};
-use crate::probe::{Captured, Layout, Point, Trace};
+use crate::model::{Layout, Place, Point};
+use crate::probe::{Captured, Trace};
 
 /// One operation's values at the judged rows: the target's, the reference's, and a floor per row.
 pub struct Measured {
@@ -94,8 +95,9 @@ impl<'a> Seen<'a> {
             let ids = self.trace.ids.iter().map(|i| *i as f32).collect();
             ArrayD::from_shape_vec(IxDyn(&[self.trace.ids.len()]), ids).ok()
         } else {
-            Point::parse(name)
-                .and_then(|(layer, point)| self.trace.seen_by(self.rank, point, layer).ok())
+            name.parse()
+                .ok()
+                .and_then(|place| self.trace.seen_by(self.rank, place).ok())
                 .and_then(|c| ArrayD::from_shape_vec(IxDyn(&[c.rows, c.row_len()]), c.as_f32()).ok())
         };
         self.cache.borrow_mut().insert(name.into(), found.clone());
@@ -136,42 +138,42 @@ pub enum Unjudged {
 impl Judge<'_> {
     /// The judge of one point: keys and the embedding are checked for all tokens, the rest for sampled rows.
     pub fn at(&self, point: Point) -> Judge<'_> {
-        let key = matches!(point, Point::Embed | Point::KvA | Point::KvLatent | Point::KRope | Point::IndexK);
-        let rows = if key { self.every } else { self.rows };
+        let rows = if point.is_key() { self.every } else { self.rows };
         Judge { orders: self.orders.clone(), rows, ..*self }
     }
 
-    /// The points that `name` is recomputed from.
-    pub fn inputs(&self, name: &str) -> Option<Vec<String>> {
-        inputs_of(self.config, self.options, name)
+    /// The places that `place` is recomputed from, beside the token ids; `None` where this model and run have no such place.
+    pub fn inputs(&self, place: Place) -> Option<Vec<Place>> {
+        let names = inputs_of(self.config, self.options, &place.to_string())?;
+        Some(names.iter().filter_map(|name| name.parse().ok()).collect())
     }
 
-    /// The reference's values and floors for `name`, from what one rank sees.
+    /// The reference's values and floors for `place`, from what one rank sees.
     ///
     /// # Errors
     /// [`Unjudged`], or weights that cannot be read.
     pub fn recompute(
         &self,
-        name: &str,
+        place: Place,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
     ) -> Result<Result<Floored, Unjudged>, VerifyError> {
-        let Some(inputs) = self.inputs(name) else { return Ok(Err(Unjudged::NoSuchPoint)) };
-        for input in &inputs {
-            let Some(array) = seen(input) else {
+        let Some(inputs) = self.inputs(place) else { return Ok(Err(Unjudged::NoSuchPoint)) };
+        for input in inputs {
+            let Some(array) = seen(&input.to_string()) else {
                 return Ok(Err(Unjudged::NoData(format!("its input {input} was not captured"))));
             };
             // Masked scores are -inf by design; anything else that is not finite makes the operation unjudgeable.
-            let masked = input.ends_with("index_scores") || input.ends_with("choice_scores");
+            let masked = input.point.is_masked();
             let bad = |v: &f32| v.is_nan() || *v == f32::INFINITY || (*v == f32::NEG_INFINITY && !masked);
             if array.iter().any(bad) {
                 return Ok(Err(Unjudged::NoData(format!("its input {input} is not finite"))));
             }
             // Zeros in give zeros out whatever the weights: such a match would say nothing.
-            let values = Point::parse(input).is_some_and(|(_, p)| !p.is_choice());
-            if values && !array.is_empty() && array.iter().all(|v| *v == 0.0) {
+            if !input.point.is_choice() && !array.is_empty() && array.iter().all(|v| *v == 0.0) {
                 return Ok(Err(Unjudged::NoData(format!("its input {input} is all zeros"))));
             }
         }
+        let name = &place.to_string();
         let run = |arith: Arith| -> Result<Vec<f64>, ReplayError> {
             let values = replay(self.config, self.weights, arith, self.options, name, seen, self.rows)?;
             Ok(values.into_iter().collect())
@@ -195,10 +197,11 @@ impl Judge<'_> {
     /// As [`Judge::recompute`].
     pub fn recompute_partials(
         &self,
-        name: &str,
+        place: Place,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
         tp: usize,
     ) -> Result<Result<Vec<Floored>, Unjudged>, VerifyError> {
+        let name = &place.to_string();
         let split = ExpertSplit::Tensor;
         let run = |arith: Arith| -> Result<Vec<Vec<f64>>, ReplayError> {
             let ranks = partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split)?;
@@ -223,7 +226,7 @@ impl Judge<'_> {
     pub fn target_rows(&self, captured: &Captured, width: usize) -> Option<Vec<f64>> {
         let (values, stride) = (captured.as_f32(), captured.row_len());
         // Only a padded vocabulary may be wider than the reference's row.
-        let fits = stride == width || (captured.point == Point::Logits && stride > width);
+        let fits = stride == width || (captured.place == Place::LOGITS && stride > width);
         if !fits || self.rows.iter().any(|r| *r >= captured.rows) {
             return None;
         }
@@ -259,15 +262,11 @@ pub fn owner(point: Point, whole_shape: &[usize], tp: usize, j: usize) -> Option
     Some(j / inner % extent / (extent / tp))
 }
 
-/// Ranks whose replicated copies of a set of points are bit-equal, first rank of each class first.
-pub fn classes(trace: &Trace, names: &[String]) -> Vec<Vec<usize>> {
+/// Ranks whose replicated copies of a set of places are bit-equal, first rank of each class first.
+pub fn classes(trace: &Trace, places: &[Place]) -> Vec<Vec<usize>> {
     let mut classes: Vec<Vec<usize>> = Vec::new();
-    let replicated: Vec<&[Captured]> = names
-        .iter()
-        .filter_map(|n| Point::parse(n))
-        .filter(|(_, p)| p.layout() == Layout::Replicated)
-        .filter_map(|(layer, p)| trace.ranks(p, layer))
-        .collect();
+    let replicated = places.iter().filter(|place| place.point.layout() == Layout::Replicated);
+    let replicated: Vec<&[Captured]> = replicated.filter_map(|place| trace.ranks(*place)).collect();
     for rank in 0..trace.tp {
         let same = |class: &&mut Vec<usize>| {
             replicated.iter().all(|ranks| {

@@ -9,7 +9,7 @@ use crate::device::cuda::CudaBackend;
 use crate::engine::batch::{Batch, Token};
 use crate::engine::{Attention, Backend, Engine, EngineError, Options, Recipe};
 use crate::probe::capture::Filter;
-use crate::probe::{Capture, Point, Probe, Trace};
+use crate::probe::{Capture, Probe, Trace};
 
 /// Makes engines. The plain one is [`PlainEngines`]; fault injection hands in its own.
 pub trait Engines: Send + Sync {
@@ -117,7 +117,7 @@ impl Subject {
         self.engines.engine(&self.checkpoint, self.tp, self.options())
     }
 
-    /// True if the layer is to be looked at; global points always are.
+    /// True if the layer is to be looked at; what is outside the layers always is.
     pub fn wants_layer(&self, layer: Option<usize>) -> bool {
         layer.is_none_or(|l| self.layers.as_ref().is_none_or(|all| all.contains(&l)))
     }
@@ -156,7 +156,5 @@ pub fn run_prompt_with(
 
 /// Accepts every point of the given layers (all without a list).
 pub fn points_of(layers: Option<Vec<usize>>) -> Filter {
-    Arc::new(move |_: Point, layer: Option<usize>| {
-        layer.is_none_or(|l| layers.as_ref().is_none_or(|all| all.contains(&l)))
-    })
+    Arc::new(move |place| place.layer().is_none_or(|l| layers.as_ref().is_none_or(|all| all.contains(&l))))
 }

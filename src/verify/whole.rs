@@ -15,15 +15,16 @@ use lockstep_reference::model::forward_choosing;
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError};
 use ndarray::{Array2, ArrayD};
 
-use super::drive::{Fed, Place};
+use super::drive::Fed;
 use super::floor::{self, Energy, limit};
 use super::pairing::recipe_of;
 use super::{Check, Progress, Verdict, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
+use crate::model::{Place, Point};
+use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Values};
-use crate::probe::{Point, Replacements};
 
 /// A run whose distance from the f64 run counts as noise.
 #[derive(Clone, Copy, Debug)]
@@ -99,20 +100,6 @@ pub fn recipe(recipe: Recipe, tp: usize) -> Vec<Variant> {
     Arith::orders(recipe_of(recipe), tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
 }
 
-/// The scores that a choice is made from.
-fn scores_of(choice: Point) -> Point {
-    if choice == Point::ExpertIds { Point::ChoiceScores } else { Point::IndexScores }
-}
-
-/// The choice that is made from scores.
-fn choice_of(scores: Point) -> Option<Point> {
-    match scores {
-        Point::ChoiceScores => Some(Point::ExpertIds),
-        Point::IndexScores => Some(Point::IndexTopk),
-        _ => None,
-    }
-}
-
 /// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
 pub fn own_eps(checkpoint: &Checkpoint) -> Eps {
     match checkpoint.source().naming() {
@@ -185,7 +172,7 @@ fn distance(plan: &Plan<'_>, variant: Variant, points: &BTreeMap<Place, Floored>
         let Some(floored) = points.get(&place) else { return };
         let rows = || floored.exact.rows().into_iter().zip(values.rows()).map(|(e, v)| (e.to_vec(), v.to_vec()));
         found.sigma.insert(place, rows().map(|(exact, value)| floor::sigma(&exact, &[&value])).collect());
-        if place.point == Point::Logits {
+        if place == Place::LOGITS {
             found.kl = rows().map(|(exact, value)| divergence(&exact, &value)).collect();
             found.logits = (variant.arith == Arith::Exact).then_some(values);
         }
@@ -204,21 +191,20 @@ fn run(
     let weights = ModelWeights::new(&raw, config);
     let options = Options { dense: plan.attention == Attention::Dense, mtp: false };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
-        let (layer, point) = Point::parse(name)?;
-        let forced = plan.choices.get(&(point, layer))?;
+        let forced = plan.choices.get(&name.parse().ok()?)?;
         ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()
     };
     let mut sink = |name: &str, values: ArrayD<f64>| {
-        let Some((layer, point)) = Point::parse(name) else { return };
-        let whole = matches!(point, Point::Logits | Point::ChoiceScores | Point::IndexScores);
-        if !whole && !(plan.keep)(point) {
+        let Ok(place) = name.parse::<Place>() else { return };
+        let whole = place == Place::LOGITS || place.point.choice().is_some();
+        if !whole && !(plan.keep)(place.point) {
             return;
         }
         let rows = plan.ids.len();
         let width = values.len() / rows.max(1);
         if let Ok(values) = values.into_shape_with_order((rows, width)) {
             let values = if whole { values } else { values.select(ndarray::Axis(0), plan.rows) };
-            found(Place::new(point, layer), values);
+            found(place, values);
         }
     };
     match forward_choosing(config, &weights, plan.ids, arith, options, &choices, &mut sink) {
@@ -261,9 +247,14 @@ impl Whole {
         self.points.get(&place)
     }
 
+    /// The scores that a choice is made from.
+    fn scores(&self, choice: Place) -> Option<&Floored> {
+        self.points.get(&choice.at(choice.point.scores()?))
+    }
+
     /// The logits; empty if the run has none.
     pub fn logits(&self) -> Option<&Floored> {
-        self.points.get(&Place::new(Point::Logits, None))
+        self.points.get(&Place::LOGITS)
     }
 
     /// Judges the choices of the first `rows` rows against the f64 scores: everything chosen must reach the last chosen
@@ -279,9 +270,9 @@ impl Whole {
         absent: &[Place],
     ) -> Choices {
         let mut found = Choices::default();
-        let scored = self.points.keys().filter_map(|p| Some(Place::new(choice_of(p.point)?, p.layer)));
+        let scored = self.points.keys().filter_map(|p| Some(p.at(p.point.choice()?)));
         let mut places: BTreeSet<Place> = scored.collect();
-        places.extend(made.keys().map(|(point, layer)| Place::new(*point, *layer)));
+        places.extend(made.keys());
         for place in places.into_iter().filter(|place| !absent.contains(place)) {
             if let Err(why) = self.judge_place(place, made, baseline, rows, &mut found) {
                 found.unjudged.get_or_insert_with(|| format!("{place}: {why}"));
@@ -298,8 +289,8 @@ impl Whole {
         rows: usize,
         found: &mut Choices,
     ) -> Result<(), &'static str> {
-        let scores = self.points.get(&Place::new(scores_of(place.point), place.layer)).ok_or("there are no scores")?;
-        let made = made.get(&(place.point, place.layer)).ok_or("the run shows no choice")?;
+        let scores = self.scores(place).ok_or("there are no scores")?;
+        let made = made.get(&place).ok_or("the run shows no choice")?;
         if rows > scores.exact.nrows() {
             return Err("fewer rows of scores than tokens");
         }
@@ -312,7 +303,7 @@ impl Whole {
             let other = match baseline {
                 None => None,
                 Some(b) => {
-                    let theirs = b.get(&(place.point, place.layer)).and_then(|c| row_of(c, t));
+                    let theirs = b.get(&place).and_then(|c| row_of(c, t));
                     Some(theirs.ok_or("the baseline shows no choice")?)
                 }
             };
@@ -395,7 +386,7 @@ impl Whole {
     /// The first row where the f64 run's own choice at a place is so near a tie that another run may choose otherwise, or
     /// where nothing says that it is not: without scores that is the first row.
     pub fn first_near_tie(&self, place: Place) -> Option<usize> {
-        let Some(scores) = self.points.get(&Place::new(scores_of(place.point), place.layer)) else { return Some(0) };
+        let Some(scores) = self.scores(place) else { return Some(0) };
         (0..scores.exact.nrows()).find(|t| {
             let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
             let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
@@ -510,18 +501,16 @@ mod tests {
             let exact = Array2::from_shape_vec((2, 2), exact.to_vec()).expect("two by two");
             Floored { exact, sigma: vec![1e-3; 2] }
         };
-        let points = [
-            (Place::new(Point::ChoiceScores, Some(0)), floored(scores)),
-            (Place::new(Point::Logits, None), floored([1.0; 4])),
-        ];
+        let points = [(Place::trunk(0, Point::ChoiceScores), floored(scores)), (Place::LOGITS, floored([1.0; 4]))];
         Whole { points: points.into(), kl: Vec::new(), references: Vec::new(), top_k: 1, experts_used: 1 }
     }
 
     /// A target with those logits that chose these experts.
     fn target(chosen: &[i32]) -> Fed {
         let values = Values::I32(chosen.to_vec());
-        let ids = Captured { point: Point::ExpertIds, layer: Some(0), rows: chosen.len(), shape: vec![1], values };
-        let ranks = vec![[(Place::new(Point::ExpertIds, Some(0)), ids)].into()];
+        let place = Place::trunk(0, Point::ExpertIds);
+        let ids = Captured { place, rows: chosen.len(), shape: vec![1], values };
+        let ranks = vec![[(place, ids)].into()];
         Fed { rows: 2, ranks, logits: vec![1.0; 4] }
     }
 
@@ -541,13 +530,13 @@ mod tests {
         };
         unmeasured(&whole([f64::NAN, 0.0, 0.0, 1.0]), &target(&[0, 1]), "not numbers");
         unmeasured(&clear, &target(&[0]), "fewer rows of choices");
-        let place = Place::new(Point::ExpertIds, Some(0));
+        let place = Place::trunk(0, Point::ExpertIds);
         let mut silent = target(&[0, 1]);
         silent.ranks[0].clear();
         unmeasured(&clear, &silent, "shows no choice");
         assert_eq!(judged(&clear, &silent, &[place]).0, Verdict::Match, "known to be missing");
         let mut unscored = clear.clone();
-        unscored.points.remove(&Place::new(Point::ChoiceScores, Some(0)));
+        unscored.points.remove(&Place::trunk(0, Point::ChoiceScores));
         unmeasured(&unscored, &target(&[0, 1]), "no scores");
         unmeasured(&clear, &Fed { logits: vec![1.0; 2], ..target(&[0, 1]) }, "1 of 2 rows");
         assert_eq!(unscored.first_near_tie(place), Some(0));

@@ -10,11 +10,11 @@ use std::time::Duration;
 use lockstep::checkpoint::Checkpoint;
 use lockstep::comm::{Collective, CommError, Solo, Threads};
 use lockstep::device::cpu::CpuDevice;
-use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, Site, StepShape};
+use lockstep::device::{CacheShape, Device, DeviceError, Heads, PartSpec, StepShape};
 use lockstep::engine::batch::{Batch, Token};
 use lockstep::engine::sampler::Draw;
 use lockstep::engine::{Engine, EngineError, Options};
-use lockstep::model::Config;
+use lockstep::model::{Config, Place};
 use lockstep::shard::TpPlan;
 use lockstep::verify::Engines;
 
@@ -93,7 +93,7 @@ impl Collective<Odd> for OddComm {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &Odd,
         buf: &mut Buf,
         n: usize,
@@ -130,8 +130,8 @@ type Weight = <CpuDevice as Device>::Weight;
 type Cache = <CpuDevice as Device>::Cache;
 type Done = Result<(), DeviceError>;
 
-fn is(site: Site, layer: usize, op: &str) -> bool {
-    site.layer == Some(layer) && site.op == op
+fn is(site: Place, layer: usize, op: &str) -> bool {
+    site.layer() == Some(layer) && site.point.name() == op
 }
 
 impl Odd {
@@ -175,7 +175,7 @@ impl Device for Odd {
     fn runs_ahead(&self) -> usize {
         if matches!(self.fault, Fault::RunsAhead | Fault::DrawsAsTheFirst) { 4 } else { 0 }
     }
-    fn best(&self, _: Site, logits: &Buf, inputs: &Batch, first: usize, width: usize, n: usize) -> Done {
+    fn best(&self, _: Place, logits: &Buf, inputs: &Batch, first: usize, width: usize, n: usize) -> Done {
         let rows = self.inner.read(logits, n, 0..width)?;
         self.chosen.fetch_add(n, Ordering::Relaxed);
         let choose = |(row, (token, draw)): (&[f32], (&Token, &Draw))| {
@@ -187,18 +187,18 @@ impl Device for Odd {
         *self.best.borrow_mut() = rows.chunks_exact(width).zip(steps).map(choose).collect();
         Ok(())
     }
-    fn advance(&self, _: Site, inputs: &mut Batch, _: usize, n: usize) -> Done {
+    fn advance(&self, _: Place, inputs: &mut Batch, _: usize, n: usize) -> Done {
         for (token, id) in inputs.tokens.iter_mut().take(n).zip(self.best.borrow().iter()) {
             token.id = *id;
             token.position += 1;
         }
         Ok(())
     }
-    fn post(&self, _: Site, _: &mut Batch, n: usize) -> Done {
+    fn post(&self, _: Place, _: &mut Batch, n: usize) -> Done {
         self.posts.borrow_mut().push_back(self.best.borrow()[..n].to_vec());
         Ok(())
     }
-    fn posted(&self, _: Site, _: &mut Batch) -> Result<Vec<u32>, DeviceError> {
+    fn posted(&self, _: Place, _: &mut Batch) -> Result<Vec<u32>, DeviceError> {
         Ok(self.posts.borrow_mut().pop_front().expect("a step that was given ahead"))
     }
     fn set_inputs(&self, inputs: &mut Batch, batch: &Batch, shape: StepShape) -> Done {
@@ -219,12 +219,12 @@ impl Device for Odd {
     fn write_index(&self, index: &mut Index, n: usize, values: &[i32]) -> Done {
         self.inner.write_index(index, n, values)
     }
-    fn embed(&self, site: Site, table: &Weight, first_row: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
+    fn embed(&self, site: Place, table: &Weight, first_row: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
         self.inner.embed(site, table, first_row, inputs, n, out)
     }
     fn matmul(
         &self,
-        site: Site,
+        site: Place,
         w: &Weight,
         x: &Buf,
         x_cols: Range<usize>,
@@ -249,7 +249,7 @@ impl Device for Odd {
     }
     fn matmul_heads(
         &self,
-        site: Site,
+        site: Place,
         w: &Weight,
         x: &Buf,
         x_heads: Heads,
@@ -261,7 +261,7 @@ impl Device for Odd {
     }
     fn rms_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &Buf,
         x_cols: Range<usize>,
         w: &Buf,
@@ -272,31 +272,31 @@ impl Device for Odd {
     ) -> Done {
         self.inner.rms_norm(site, x, x_cols, w, eps, n, out, out_start)
     }
-    fn layer_norm(&self, site: Site, x: &mut Buf, cols: Range<usize>, w: &Buf, b: &Buf, eps: f32, n: usize) -> Done {
+    fn layer_norm(&self, site: Place, x: &mut Buf, cols: Range<usize>, w: &Buf, b: &Buf, eps: f32, n: usize) -> Done {
         self.inner.layer_norm(site, x, cols, w, b, eps, n)
     }
-    fn rope(&self, site: Site, x: &mut Buf, heads: Heads, base: f64, inputs: &Batch, n: usize) -> Done {
+    fn rope(&self, site: Place, x: &mut Buf, heads: Heads, base: f64, inputs: &Batch, n: usize) -> Done {
         let mut inputs = inputs.clone();
         if self.fault == Fault::DependsOnSlot && is(site, 0, "attn.q") {
             inputs.tokens.iter_mut().filter(|t| t.sequence > 0).for_each(|t| t.position += 1);
         }
         self.inner.rope(site, x, heads, base, &inputs, n)
     }
-    fn scale(&self, site: Site, x: &mut Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
+    fn scale(&self, site: Place, x: &mut Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
         self.inner.scale(site, x, cols, factor, n)
     }
-    fn copy(&self, site: Site, x: &Buf, cols: Range<usize>, n: usize, out: &mut Buf, out_start: usize) -> Done {
+    fn copy(&self, site: Place, x: &Buf, cols: Range<usize>, n: usize, out: &mut Buf, out_start: usize) -> Done {
         self.inner.copy(site, x, cols, n, out, out_start)
     }
-    fn take_rows(&self, site: Site, x: &Buf, width: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
+    fn take_rows(&self, site: Place, x: &Buf, width: usize, inputs: &Batch, n: usize, out: &mut Buf) -> Done {
         self.inner.take_rows(site, x, width, inputs, n, out)
     }
-    fn add(&self, site: Site, x: &mut Buf, y: &Buf, width: usize, n: usize) -> Done {
+    fn add(&self, site: Place, x: &mut Buf, y: &Buf, width: usize, n: usize) -> Done {
         self.inner.add(site, x, y, width, n)
     }
     fn add_norm(
         &self,
-        site: Site,
+        site: Place,
         residual: &mut Buf,
         delta: &Buf,
         w: &Buf,
@@ -310,7 +310,7 @@ impl Device for Odd {
     }
     fn append(
         &self,
-        site: Site,
+        site: Place,
         cache: &mut Cache,
         layer: usize,
         x: &Buf,
@@ -322,7 +322,7 @@ impl Device for Odd {
     }
     fn index_top_k(
         &self,
-        site: Site,
+        site: Place,
         cache: &Cache,
         layer: usize,
         q: &Buf,
@@ -340,7 +340,7 @@ impl Device for Odd {
     }
     fn attend(
         &self,
-        site: Site,
+        site: Place,
         cache: &Cache,
         layer: usize,
         q_latent: &Buf,
@@ -359,7 +359,7 @@ impl Device for Odd {
     }
     fn route(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &Buf,
         bias: &Buf,
@@ -379,15 +379,15 @@ impl Device for Odd {
         }
         Ok(())
     }
-    fn expert_weights(&self, site: Site, c: &Config, logits: &Buf, ids: &Index, n: usize, weights: &mut Buf) -> Done {
+    fn expert_weights(&self, site: Place, c: &Config, logits: &Buf, ids: &Index, n: usize, weights: &mut Buf) -> Done {
         self.inner.expert_weights(site, c, logits, ids, n, weights)
     }
-    fn swiglu(&self, site: Site, x: &Buf, width: usize, n: usize, out: &mut Buf, out_start: usize) -> Done {
+    fn swiglu(&self, site: Place, x: &Buf, width: usize, n: usize, out: &mut Buf, out_start: usize) -> Done {
         self.inner.swiglu(site, x, width, n, out, out_start)
     }
     fn experts_hidden(
         &self,
-        site: Site,
+        site: Place,
         gate_up: &Weight,
         x: &Buf,
         ids: &Index,
@@ -400,7 +400,7 @@ impl Device for Odd {
     }
     fn experts_down(
         &self,
-        site: Site,
+        site: Place,
         down: &Weight,
         hidden: &Buf,
         ids: &Index,

@@ -14,9 +14,9 @@ use std::ops::Range;
 use self::matmul::{Job, JobRows, MatmulError, Strided, StridedMut};
 pub use self::memory::{CpuBuf, CpuCache, CpuIndex, CpuWeight};
 use self::memory::{Part, by_expert};
-use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
+use super::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, StepShape};
 use crate::engine::batch::Batch;
-use crate::model::Config;
+use crate::model::{Config, Place};
 use crate::quant::dequantise;
 
 /// One rank's device.
@@ -38,7 +38,7 @@ struct Scratch {
 /// The largest buffer that is believed, in bytes: more than the memory of any host.
 const MOST_BYTES: usize = 1 << 40;
 
-const LOADING: Site = Site { layer: None, op: "loading" };
+const LOADING: Option<Place> = None;
 
 impl CpuDevice {
     /// The device of `rank`.
@@ -46,8 +46,8 @@ impl CpuDevice {
         CpuDevice { rank, rope: RefCell::default(), scratch: RefCell::default() }
     }
 
-    fn error(&self, site: Site, problem: impl ToString) -> DeviceError {
-        DeviceError { rank: self.rank, site, problem: problem.to_string() }
+    fn error(&self, place: impl Into<Option<Place>>, problem: impl ToString) -> DeviceError {
+        DeviceError { rank: self.rank, place: place.into(), problem: problem.to_string() }
     }
 
     /// `rows * width` copies of `value`, or an error that names the size where it is absurd or the memory is not there.
@@ -178,7 +178,7 @@ impl Device for CpuDevice {
 
     fn embed(
         &self,
-        site: Site,
+        site: Place,
         table: &CpuWeight,
         first_row: usize,
         inputs: &Batch,
@@ -200,7 +200,7 @@ impl Device for CpuDevice {
 
     fn matmul(
         &self,
-        site: Site,
+        site: Place,
         w: &CpuWeight,
         x: &CpuBuf,
         x_cols: Range<usize>,
@@ -233,7 +233,7 @@ impl Device for CpuDevice {
 
     fn matmul_heads(
         &self,
-        site: Site,
+        site: Place,
         w: &CpuWeight,
         x: &CpuBuf,
         x_heads: Heads,
@@ -253,7 +253,7 @@ impl Device for CpuDevice {
 
     fn rms_norm(
         &self,
-        _: Site,
+        _: Place,
         x: &CpuBuf,
         x_cols: Range<usize>,
         w: &CpuBuf,
@@ -271,7 +271,7 @@ impl Device for CpuDevice {
 
     fn layer_norm(
         &self,
-        _: Site,
+        _: Place,
         x: &mut CpuBuf,
         cols: Range<usize>,
         w: &CpuBuf,
@@ -287,7 +287,7 @@ impl Device for CpuDevice {
 
     fn rope(
         &self,
-        _: Site,
+        _: Place,
         x: &mut CpuBuf,
         heads: Heads,
         base: f64,
@@ -306,7 +306,7 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn scale(&self, _: Site, x: &mut CpuBuf, cols: Range<usize>, factor: f32, n: usize) -> Result<(), DeviceError> {
+    fn scale(&self, _: Place, x: &mut CpuBuf, cols: Range<usize>, factor: f32, n: usize) -> Result<(), DeviceError> {
         for t in 0..n {
             x.row_mut(t)[cols.clone()].iter_mut().for_each(|v| *v *= factor);
         }
@@ -315,7 +315,7 @@ impl Device for CpuDevice {
 
     fn copy(
         &self,
-        _: Site,
+        _: Place,
         x: &CpuBuf,
         cols: Range<usize>,
         n: usize,
@@ -330,7 +330,7 @@ impl Device for CpuDevice {
 
     fn take_rows(
         &self,
-        _: Site,
+        _: Place,
         x: &CpuBuf,
         width: usize,
         inputs: &Batch,
@@ -343,7 +343,7 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn add(&self, _: Site, x: &mut CpuBuf, y: &CpuBuf, width: usize, n: usize) -> Result<(), DeviceError> {
+    fn add(&self, _: Place, x: &mut CpuBuf, y: &CpuBuf, width: usize, n: usize) -> Result<(), DeviceError> {
         for t in 0..n {
             x.row_mut(t)[..width].iter_mut().zip(&y.row(t)[..width]).for_each(|(x, y)| *x += y);
         }
@@ -352,7 +352,7 @@ impl Device for CpuDevice {
 
     fn append(
         &self,
-        site: Site,
+        site: Place,
         cache: &mut CpuCache,
         layer: usize,
         x: &CpuBuf,
@@ -365,7 +365,7 @@ impl Device for CpuDevice {
 
     fn index_top_k(
         &self,
-        _: Site,
+        _: Place,
         cache: &CpuCache,
         layer: usize,
         q: &CpuBuf,
@@ -385,7 +385,7 @@ impl Device for CpuDevice {
 
     fn attend(
         &self,
-        _: Site,
+        _: Place,
         cache: &CpuCache,
         layer: usize,
         q_latent: &CpuBuf,
@@ -406,7 +406,7 @@ impl Device for CpuDevice {
 
     fn route(
         &self,
-        _: Site,
+        _: Place,
         config: &Config,
         logits: &CpuBuf,
         bias: &CpuBuf,
@@ -425,7 +425,7 @@ impl Device for CpuDevice {
 
     fn expert_weights(
         &self,
-        _: Site,
+        _: Place,
         config: &Config,
         logits: &CpuBuf,
         ids: &CpuIndex,
@@ -440,7 +440,7 @@ impl Device for CpuDevice {
 
     fn swiglu(
         &self,
-        _: Site,
+        _: Place,
         x: &CpuBuf,
         width: usize,
         n: usize,
@@ -455,7 +455,7 @@ impl Device for CpuDevice {
 
     fn experts_hidden(
         &self,
-        site: Site,
+        site: Place,
         gate_up: &CpuWeight,
         x: &CpuBuf,
         ids: &CpuIndex,
@@ -493,7 +493,7 @@ impl Device for CpuDevice {
 
     fn experts_down(
         &self,
-        site: Site,
+        site: Place,
         down: &CpuWeight,
         hidden: &CpuBuf,
         ids: &CpuIndex,

@@ -69,7 +69,7 @@ impl CudaBackend {
     /// # Errors
     /// GPUs that are not there, or whose number does not fit.
     pub fn groups(&self, tp: usize) -> Result<Vec<Arc<Group>>, EngineError> {
-        let error = |problem: String| EngineError::Device(DeviceError { rank: 0, site: LOADING, problem });
+        let error = |problem: String| EngineError::Device(DeviceError { rank: 0, place: LOADING, problem });
         let gpus = self.gpus(tp).map_err(|e| error(e.to_string()))?;
         if gpus.len() != 1 && gpus.len() != tp {
             return Err(error(format!("{tp} ranks need {tp} GPUs, or one for all of them; found {}", gpus.len())));
@@ -92,14 +92,14 @@ impl Backend for CudaBackend {
             let problem = format!(
                 "attention on GPUs holds latents of {MOST_LATENT} and rope parts of {MOST_ROPE}, found {found}"
             );
-            return Err(EngineError::Device(DeviceError { rank: 0, site: LOADING, problem }));
+            return Err(EngineError::Device(DeviceError { rank: 0, place: LOADING, problem }));
         }
         let groups = self.groups(tp)?;
         *self.made.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&groups[0]);
         let device = |rank: usize| {
             let group = groups[rank % groups.len()].clone();
             CudaDevice::new(rank, group, self.recipe, self.profile(rank))
-                .map_err(|e| EngineError::Device(DeviceError { rank, site: LOADING, problem: e.to_string() }))
+                .map_err(|e| EngineError::Device(DeviceError { rank, place: LOADING, problem: e.to_string() }))
         };
         let devices = (0..tp).map(device).collect::<Result<Vec<_>, _>>()?;
         if groups.len() == 1 {

@@ -14,7 +14,7 @@ use super::memory::Memory;
 use crate::comm::CommError;
 use crate::comm::meeting::Meeting;
 use crate::comm::shared_gpu::MOST_RANKS;
-use crate::device::{Site, StepShape};
+use crate::device::StepShape;
 
 /// A recorded step.
 struct Recording(CudaGraph);
@@ -100,7 +100,7 @@ impl Group {
     }
 
     /// Replays the step if it is recorded, starts recording if it has been run once.
-    pub(super) fn begin(&self, rank: usize, site: Site, shape: StepShape) -> Result<Next, CommError> {
+    pub(super) fn begin(&self, rank: usize, site: &str, shape: StepShape) -> Result<Next, CommError> {
         self.meeting.wait(rank, site, || {
             let mut steps = self.steps();
             let text = |e: cudarc::driver::DriverError| format!("recording a step: {e:?}");
@@ -128,7 +128,7 @@ impl Group {
     }
 
     /// Ends what `begin` began: a recording is closed, kept and run.
-    pub(super) fn end(&self, rank: usize, site: Site, shape: StepShape) -> Result<(), CommError> {
+    pub(super) fn end(&self, rank: usize, site: &str, shape: StepShape) -> Result<(), CommError> {
         if self.steps().recording != Some(shape) {
             return Ok(());
         }

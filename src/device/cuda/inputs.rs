@@ -7,9 +7,10 @@ use lockstep_kernels::geometry::{self, Launch};
 use super::gpu::{Arg, GpuError};
 use super::memory::{Event, Memory, Pinned};
 use super::{CudaBuf, CudaDevice, LOADING, Tokens};
-use crate::device::{DeviceError, Site, StepShape};
+use crate::device::{DeviceError, StepShape};
 use crate::engine::batch::Batch;
 use crate::engine::kv::PAGE;
+use crate::model::Place;
 
 /// Most rows of a step that is recorded: beyond, launches cost less than the work.
 pub(super) const MOST_RECORDED: usize = 64;
@@ -111,7 +112,7 @@ impl CudaDevice {
     /// This rank's choice in each row; see sample.cu.
     pub(super) fn best_of(
         &self,
-        site: Site,
+        site: Place,
         logits: &CudaBuf,
         inputs: &CudaInputs,
         first: usize,
@@ -128,7 +129,7 @@ impl CudaDevice {
     }
 
     /// The best over ranks becomes each row's next token; see sample.cu.
-    pub(super) fn choose(&self, site: Site, inputs: &CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {
+    pub(super) fn choose(&self, site: Place, inputs: &CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {
         let pairs = self.group.pairs().map_err(|e| self.error(site, e))?;
         let tokens = inputs.tokens();
         let (tp, row, rows, ring) = (ranks as i32, MOST_RECORDED as i32, n as i32, RING as i32);
@@ -139,7 +140,7 @@ impl CudaDevice {
     }
 
     /// Sends the tokens of the step given last to the host.
-    pub(super) fn send_chosen(&self, site: Site, inputs: &mut CudaInputs, n: usize) -> Result<(), DeviceError> {
+    pub(super) fn send_chosen(&self, site: Place, inputs: &mut CudaInputs, n: usize) -> Result<(), DeviceError> {
         let posts = &mut inputs.posts;
         let place = posts.next % RING;
         if posts.waiting.len() >= RING {
@@ -155,7 +156,7 @@ impl CudaDevice {
     }
 
     /// Waits for the oldest step that was sent.
-    pub(super) fn take_chosen(&self, site: Site, inputs: &mut CudaInputs) -> Result<Vec<u32>, DeviceError> {
+    pub(super) fn take_chosen(&self, site: Place, inputs: &mut CudaInputs) -> Result<Vec<u32>, DeviceError> {
         let posts = &mut inputs.posts;
         let Some((place, n)) = posts.waiting.pop_front() else {
             return Err(self.error(site, "no step has been given ahead"));

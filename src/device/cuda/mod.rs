@@ -38,8 +38,9 @@ pub use weight::CudaWeight;
 pub(crate) use weight::Matrix;
 
 use super::recipe::Recipe;
-use super::{CacheShape, DeviceError, Heads, Site};
+use super::{CacheShape, DeviceError, Heads};
 use crate::comm::timed::ALL_REDUCE;
+use crate::model::{Place, Point};
 use crate::quant::QuantType;
 
 /// Activations `[rows][row]` on a GPU; rows are padded so that each starts at a whole load.
@@ -104,7 +105,7 @@ pub(crate) struct Tokens {
 args!(Rows, Tokens);
 
 /// Where loading happens, for errors.
-const LOADING: Site = Site { layer: None, op: "load" };
+const LOADING: Option<Place> = None;
 
 /// One rank on a GPU.
 pub struct CudaDevice {
@@ -120,7 +121,7 @@ pub struct CudaDevice {
     /// Scratch that was outgrown: recordings may still use it.
     outgrown: RefCell<Vec<Memory>>,
     rope: RefCell<Option<RopeTable>>,
-    last: Cell<Site>,
+    last: Cell<Option<Place>>,
     profile: Option<Arc<Profile>>,
 }
 
@@ -158,15 +159,15 @@ impl CudaDevice {
         })
     }
 
-    fn error(&self, site: Site, problem: impl std::fmt::Display) -> DeviceError {
-        DeviceError { rank: self.rank, site, problem: problem.to_string() }
+    fn error(&self, place: impl Into<Option<Place>>, problem: impl std::fmt::Display) -> DeviceError {
+        DeviceError { rank: self.rank, place: place.into(), problem: problem.to_string() }
     }
 
     /// Starts a kernel that moves `bytes` bytes of weights or keys.
     #[allow(clippy::too_many_arguments)] // a launch names what it is
     fn launch(
         &self,
-        site: Site,
+        site: impl Into<Option<Place>>,
         unit: &'static str,
         ty: Option<QuantType>,
         kernel: &'static str,
@@ -174,11 +175,19 @@ impl CudaDevice {
         bytes: usize,
         args: &[&dyn Arg],
     ) -> Result<(), DeviceError> {
+        let site = site.into();
         self.last.set(site);
         let start = || self.gpu.launch(unit, ty, kernel, launch, args);
         match &self.profile {
             None => start(),
-            Some(profile) => profile.time(&self.gpu, site.op, bytes, start).and_then(|done| done),
+            Some(profile) => {
+                let op = match site {
+                    _ if kernel == "sum_ranks" => ALL_REDUCE,
+                    Some(place) => place.point.name(),
+                    None => "load",
+                };
+                profile.time(&self.gpu, op, bytes, start).and_then(|done| done)
+            }
         }
         .map_err(|e| self.error(site, e))
     }
@@ -192,7 +201,13 @@ impl CudaDevice {
     }
 
     /// A kernel of rows.cu over `count` values.
-    fn each(&self, site: Site, kernel: &'static str, count: usize, args: &[&dyn Arg]) -> Result<(), DeviceError> {
+    fn each(
+        &self,
+        site: impl Into<Option<Place>>,
+        kernel: &'static str,
+        count: usize,
+        args: &[&dyn Arg],
+    ) -> Result<(), DeviceError> {
         if count == 0 {
             return Ok(());
         }
@@ -200,7 +215,7 @@ impl CudaDevice {
     }
 
     /// At least `bytes` bytes of working memory for one use within a step.
-    fn scratch(&self, site: Site, name: &'static str, bytes: usize) -> Result<u64, DeviceError> {
+    fn scratch(&self, site: Place, name: &'static str, bytes: usize) -> Result<u64, DeviceError> {
         let mut scratch = self.scratch.borrow_mut();
         if let Some(memory) = scratch.get(name).filter(|m| m.bytes() >= bytes) {
             return Ok(memory.address());
@@ -215,9 +230,9 @@ impl CudaDevice {
     }
 
     /// 1 where the operand of products is rounded to bf16.
-    fn rounds(&self, site: Site) -> i32 {
+    fn rounds(&self, site: Place) -> i32 {
         // The router's choice is the one that a rounding can turn over: its operand stays as it is.
-        i32::from(self.recipe == Recipe::Fast && site.op != "ffn.router_logits")
+        i32::from(self.recipe == Recipe::Fast && site.point != Point::RouterLogits)
     }
 }
 

@@ -10,15 +10,15 @@ use super::memory::Memory;
 use super::params::{IndexQueries, Queries, router};
 use super::weight::Matrix;
 use super::{Arg, CudaBuf, CudaCache, CudaDevice, CudaIndex, CudaInputs, CudaWeight, LOADING, Rows, heads_at};
-use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
+use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, StepShape};
 use crate::engine::batch::Batch;
-use crate::model::Config;
+use crate::model::{Config, Place};
 
 /// Threads per row of a norm.
 const NORM_THREADS: u32 = 512;
 
 /// Where a whole step begins and ends, for errors.
-const STEP: Site = Site { layer: None, op: "step" };
+const STEP: &str = "step";
 
 impl Device for CudaDevice {
     type Buf = CudaBuf;
@@ -75,7 +75,7 @@ impl Device for CudaDevice {
             let nanoseconds = 8_000_000u64;
             let one = Launch { grid: (1, 1, 1), block: 1, shared: 0 };
             let paused = self.gpu.launch("doctor", None, "pause", one, &[&nanoseconds]);
-            paused.map_err(|e| self.error(STEP, e))?;
+            paused.map_err(|e| self.error(None, e))?;
         }
         Ok(())
     }
@@ -85,14 +85,14 @@ impl Device for CudaDevice {
             return Ok(false);
         }
         let next = self.group.begin(self.rank % self.group.meeting().tp(), STEP, shape);
-        Ok(next.map_err(|e| self.error(STEP, e))? == Next::Replayed)
+        Ok(next.map_err(|e| self.error(None, e))? == Next::Replayed)
     }
 
     fn finish(&self, shape: StepShape) -> Result<(), DeviceError> {
         if !shape.recorded {
             return Ok(());
         }
-        self.group.end(self.rank % self.group.meeting().tp(), STEP, shape).map_err(|e| self.error(STEP, e))
+        self.group.end(self.rank % self.group.meeting().tp(), STEP, shape).map_err(|e| self.error(None, e))
     }
 
     fn runs_ahead(&self) -> usize {
@@ -105,7 +105,7 @@ impl Device for CudaDevice {
 
     fn best(
         &self,
-        site: Site,
+        site: Place,
         logits: &CudaBuf,
         inputs: &CudaInputs,
         first: usize,
@@ -115,15 +115,15 @@ impl Device for CudaDevice {
         self.best_of(site, logits, inputs, first, width, n)
     }
 
-    fn advance(&self, site: Site, inputs: &mut CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {
+    fn advance(&self, site: Place, inputs: &mut CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {
         self.choose(site, inputs, ranks, n)
     }
 
-    fn post(&self, site: Site, inputs: &mut CudaInputs, n: usize) -> Result<(), DeviceError> {
+    fn post(&self, site: Place, inputs: &mut CudaInputs, n: usize) -> Result<(), DeviceError> {
         self.send_chosen(site, inputs, n)
     }
 
-    fn posted(&self, site: Site, inputs: &mut CudaInputs) -> Result<Vec<u32>, DeviceError> {
+    fn posted(&self, site: Place, inputs: &mut CudaInputs) -> Result<Vec<u32>, DeviceError> {
         self.take_chosen(site, inputs)
     }
 
@@ -139,7 +139,7 @@ impl Device for CudaDevice {
             return Ok(out);
         }
         let site = self.last.get();
-        let last = || site.to_string();
+        let last = || site.map_or_else(|| "load".into(), |place| place.to_string());
         let failed = |e: super::GpuError| self.error(site, e);
         if n == 1 || (cols.start == 0 && cols.len() == buf.row) {
             buf.memory.download(4 * cols.start, &mut out, &last).map_err(failed)?;
@@ -169,7 +169,10 @@ impl Device for CudaDevice {
     fn read_index(&self, index: &CudaIndex, n: usize) -> Result<Vec<i32>, DeviceError> {
         let mut out = vec![0i32; n.min(index.rows) * index.width];
         let site = self.last.get();
-        index.memory.download(0, &mut out, &|| site.to_string()).map_err(|e| self.error(site, e))?;
+        index
+            .memory
+            .download(0, &mut out, &|| site.map_or_else(|| "load".into(), |place| place.to_string()))
+            .map_err(|e| self.error(site, e))?;
         Ok(out)
     }
 
@@ -179,7 +182,7 @@ impl Device for CudaDevice {
 
     fn embed(
         &self,
-        site: Site,
+        site: Place,
         table: &CudaWeight,
         first_row: usize,
         inputs: &CudaInputs,
@@ -195,7 +198,7 @@ impl Device for CudaDevice {
 
     fn matmul(
         &self,
-        site: Site,
+        site: Place,
         w: &CudaWeight,
         x: &CudaBuf,
         x_cols: Range<usize>,
@@ -214,7 +217,7 @@ impl Device for CudaDevice {
 
     fn matmul_heads(
         &self,
-        site: Site,
+        site: Place,
         w: &CudaWeight,
         x: &CudaBuf,
         x_heads: Heads,
@@ -227,7 +230,7 @@ impl Device for CudaDevice {
 
     fn rms_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &CudaBuf,
         x_cols: Range<usize>,
         w: &CudaBuf,
@@ -244,7 +247,7 @@ impl Device for CudaDevice {
 
     fn layer_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &mut CudaBuf,
         cols: Range<usize>,
         w: &CudaBuf,
@@ -259,7 +262,7 @@ impl Device for CudaDevice {
 
     fn rope(
         &self,
-        site: Site,
+        site: Place,
         x: &mut CudaBuf,
         heads: Heads,
         base: f64,
@@ -273,14 +276,21 @@ impl Device for CudaDevice {
         self.each(site, "rope", values, &[&at, &row, &start, &stride, &width, &count, &table, &tokens, &rows])
     }
 
-    fn scale(&self, site: Site, x: &mut CudaBuf, cols: Range<usize>, factor: f32, n: usize) -> Result<(), DeviceError> {
+    fn scale(
+        &self,
+        site: Place,
+        x: &mut CudaBuf,
+        cols: Range<usize>,
+        factor: f32,
+        n: usize,
+    ) -> Result<(), DeviceError> {
         let (at, row, width, rows) = (x.at(cols.start), x.row(), cols.len() as i32, n as i32);
         self.each(site, "scale", n * cols.len(), &[&at, &row, &width, &factor, &rows])
     }
 
     fn copy(
         &self,
-        site: Site,
+        site: Place,
         x: &CudaBuf,
         cols: Range<usize>,
         n: usize,
@@ -294,7 +304,7 @@ impl Device for CudaDevice {
 
     fn take_rows(
         &self,
-        site: Site,
+        site: Place,
         x: &CudaBuf,
         width: usize,
         inputs: &CudaInputs,
@@ -306,14 +316,14 @@ impl Device for CudaDevice {
         self.each(site, "take_rows", n * width, &[&from, &row, &w, &wanted, &to, &y_row, &rows])
     }
 
-    fn add(&self, site: Site, x: &mut CudaBuf, y: &CudaBuf, width: usize, n: usize) -> Result<(), DeviceError> {
+    fn add(&self, site: Place, x: &mut CudaBuf, y: &CudaBuf, width: usize, n: usize) -> Result<(), DeviceError> {
         let (to, row, from, y_row, w, rows) = (x.at(0), x.row(), y.at(0), y.row(), width as i32, n as i32);
         self.each(site, "add", n * width, &[&to, &row, &from, &y_row, &w, &rows])
     }
 
     fn add_norm(
         &self,
-        site: Site,
+        site: Place,
         residual: &mut CudaBuf,
         delta: &CudaBuf,
         w: &CudaBuf,
@@ -330,7 +340,7 @@ impl Device for CudaDevice {
 
     fn append(
         &self,
-        site: Site,
+        site: Place,
         cache: &mut CudaCache,
         layer: usize,
         x: &CudaBuf,
@@ -345,7 +355,7 @@ impl Device for CudaDevice {
 
     fn index_top_k(
         &self,
-        site: Site,
+        site: Place,
         cache: &CudaCache,
         layer: usize,
         q: &CudaBuf,
@@ -389,7 +399,7 @@ impl Device for CudaDevice {
 
     fn attend(
         &self,
-        site: Site,
+        site: Place,
         cache: &CudaCache,
         layer: usize,
         q_latent: &CudaBuf,
@@ -444,7 +454,7 @@ impl Device for CudaDevice {
 
     fn route(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &CudaBuf,
         bias: &CudaBuf,
@@ -463,7 +473,7 @@ impl Device for CudaDevice {
 
     fn expert_weights(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &CudaBuf,
         ids: &CudaIndex,
@@ -478,7 +488,7 @@ impl Device for CudaDevice {
 
     fn swiglu(
         &self,
-        site: Site,
+        site: Place,
         x: &CudaBuf,
         width: usize,
         n: usize,
@@ -491,7 +501,7 @@ impl Device for CudaDevice {
 
     fn experts_hidden(
         &self,
-        site: Site,
+        site: Place,
         gate_up: &CudaWeight,
         x: &CudaBuf,
         ids: &CudaIndex,
@@ -528,7 +538,7 @@ impl Device for CudaDevice {
 
     fn experts_down(
         &self,
-        site: Site,
+        site: Place,
         down: &CudaWeight,
         hidden: &CudaBuf,
         ids: &CudaIndex,

@@ -7,8 +7,8 @@ use super::memory::Memory;
 use super::params::Ranks;
 use super::weight::Part;
 use super::{Arg, CudaBuf, CudaDevice, CudaIndex, RopeTable, Rows};
-use crate::comm::timed::ALL_REDUCE;
-use crate::device::{DeviceError, Site};
+use crate::device::DeviceError;
+use crate::model::Place;
 
 type Done = Result<(), DeviceError>;
 
@@ -24,16 +24,15 @@ impl CudaDevice {
     }
 
     /// The sum of all ranks' rows, to all of them.
-    pub(crate) fn sum_ranks(&self, site: Site, addresses: &[u64], row: i64, width: usize, n: usize) -> Done {
+    pub(crate) fn sum_ranks(&self, site: Place, addresses: &[u64], row: i64, width: usize, n: usize) -> Done {
         let mut ranks = Ranks { at: [0; crate::comm::shared_gpu::MOST_RANKS] };
         ranks.at[..addresses.len()].copy_from_slice(addresses);
         let (tp, width, rows) = (addresses.len() as i32, width as i32, n as i32);
-        let site = Site { op: ALL_REDUCE, ..site };
         self.each(site, "sum_ranks", n * width as usize, &[&ranks, &tp, &row, &width, &rows])
     }
 
     /// One part times `n` rows of `groups` groups: matrix `g` of the stack for group `g`.
-    pub(super) fn product(&self, site: Site, part: &Part, x: Rows, y: Rows, n: usize, groups: usize) -> Done {
+    pub(super) fn product(&self, site: Place, part: &Part, x: Rows, y: Rows, n: usize, groups: usize) -> Done {
         if n == 0 || part.rows == 0 || groups == 0 {
             return Ok(());
         }
@@ -57,7 +56,7 @@ impl CudaDevice {
     /// Rows as a part's covering blocks want them: the rank's own columns, zeros around them.
     pub(super) fn widened(
         &self,
-        site: Site,
+        site: Place,
         part: &Part,
         x: Rows,
         n: usize,
@@ -78,7 +77,7 @@ impl CudaDevice {
     #[allow(clippy::too_many_arguments)] // as the kernels
     pub(super) fn slots(
         &self,
-        site: Site,
+        site: Place,
         part: &Part,
         ids: &CudaIndex,
         sorted: Option<(u64, u64, usize)>,
@@ -107,7 +106,7 @@ impl CudaDevice {
     /// Slots by expert, where there are many: addresses of the tiles and of the order, and the most tiles there can be.
     pub(super) fn sorted(
         &self,
-        site: Site,
+        site: Place,
         ids: &CudaIndex,
         slots: usize,
         n: usize,
@@ -127,7 +126,7 @@ impl CudaDevice {
     }
 
     /// Reads the table of angles, made at its first use for every position that the cache can hold.
-    pub(super) fn angles(&self, site: Site, base: f64, width: usize, positions: usize) -> Result<u64, DeviceError> {
+    pub(super) fn angles(&self, site: Place, base: f64, width: usize, positions: usize) -> Result<u64, DeviceError> {
         let made_for = (base.to_bits(), width, positions);
         let mut rope = self.rope.borrow_mut();
         if let Some(table) = rope.as_ref().filter(|t| t.made_for == made_for) {
@@ -148,7 +147,7 @@ impl CudaDevice {
     #[allow(clippy::too_many_arguments)] // as the kernel
     pub(super) fn gated(
         &self,
-        site: Site,
+        site: Place,
         x: Rows,
         groups: usize,
         width: usize,

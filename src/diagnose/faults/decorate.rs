@@ -10,11 +10,11 @@ use crate::checkpoint::{Checkpoint, CheckpointError, Naming, TensorSource, View}
 use crate::comm::{Collective, CommError};
 #[cfg(feature = "cuda")]
 use crate::device::cuda::CudaBackend;
-use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, Site, StepShape};
+use crate::device::{CacheShape, Columns, Device, DeviceError, Heads, PartSpec, StepShape};
 use crate::engine::batch::Batch;
 use crate::engine::{Backend, Engine, EngineError, Options, Recipe};
 use crate::gguf::Gguf;
-use crate::model::{Config, Metadata, Param};
+use crate::model::{Config, Metadata, Param, Place};
 use crate::quant::TypeInfo;
 use crate::shard::{Group, ShardPlan, Slice, TpPlan};
 use crate::tokenize::{TokenizeError, TokenizerSpec};
@@ -50,7 +50,7 @@ pub struct Decorations {
     /// Parameters whose range is rank 0's.
     pub placements: Vec<(Option<usize>, Param)>,
     /// Operations that compute something else.
-    pub ops: Vec<(Option<usize>, Site, OpFault)>,
+    pub ops: Vec<(Option<usize>, Place, OpFault)>,
 }
 
 fn hits(rank: Option<usize>, of: usize) -> bool {
@@ -170,7 +170,7 @@ impl<D: Device> Collective<FaultyDevice<D>> for FaultyCollective<D> {
     fn all_reduce(
         &self,
         rank: usize,
-        site: Site,
+        site: Place,
         device: &FaultyDevice<D>,
         buf: &mut D::Buf,
         n: usize,
@@ -186,7 +186,7 @@ impl<D: Device> Collective<FaultyDevice<D>> for FaultyCollective<D> {
         }
         self.0.all_reduce(rank, site, &device.inner, buf, n, width)
     }
-    fn share_best(&self, rank: usize, site: Site, device: &FaultyDevice<D>, n: usize) -> Result<(), CommError> {
+    fn share_best(&self, rank: usize, site: Place, device: &FaultyDevice<D>, n: usize) -> Result<(), CommError> {
         self.0.share_best(rank, site, &device.inner, n)
     }
     fn abort(&self, reason: &str) {
@@ -197,7 +197,7 @@ impl<D: Device> Collective<FaultyDevice<D>> for FaultyCollective<D> {
 /// A device with faulty operations.
 struct FaultyDevice<D> {
     inner: D,
-    ops: Vec<(Site, OpFault)>,
+    ops: Vec<(Place, OpFault)>,
     /// True if any rank's operations are faulty: such a step must not be recorded, on no rank.
     eager: bool,
 }
@@ -210,12 +210,12 @@ impl<D: Device> FaultyDevice<D> {
         FaultyDevice { inner, ops, eager: !faults.ops.is_empty() }
     }
 
-    fn fault(&self, site: Site) -> Option<&OpFault> {
+    fn fault(&self, site: Place) -> Option<&OpFault> {
         self.ops.iter().find(|(s, _)| *s == site).map(|(_, f)| f)
     }
 
     /// Damages columns of a result where the site asks for it.
-    fn after(&self, site: Site, out: &mut D::Buf, n: usize, cols: Range<usize>) -> Done {
+    fn after(&self, site: Place, out: &mut D::Buf, n: usize, cols: Range<usize>) -> Done {
         let Some(OpFault::Noise(amount)) = self.fault(site) else { return Ok(()) };
         let mut values = self.inner.read(out, n, cols.clone())?;
         for (i, v) in values.iter_mut().enumerate() {
@@ -282,7 +282,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn embed(
         &self,
-        site: Site,
+        site: Place,
         table: &D::Weight,
         first_row: usize,
         inputs: &D::Inputs,
@@ -293,7 +293,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn matmul(
         &self,
-        site: Site,
+        site: Place,
         w: &D::Weight,
         x: &D::Buf,
         x_cols: Range<usize>,
@@ -305,7 +305,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn matmul_heads(
         &self,
-        site: Site,
+        site: Place,
         w: &D::Weight,
         x: &D::Buf,
         x_heads: Heads,
@@ -318,7 +318,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn rms_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &D::Buf,
         x_cols: Range<usize>,
         w: &D::Buf,
@@ -333,7 +333,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn layer_norm(
         &self,
-        site: Site,
+        site: Place,
         x: &mut D::Buf,
         cols: Range<usize>,
         w: &D::Buf,
@@ -343,24 +343,24 @@ impl<D: Device> Device for FaultyDevice<D> {
     ) -> Done {
         self.inner.layer_norm(site, x, cols, w, b, eps, n)
     }
-    fn rope(&self, site: Site, x: &mut D::Buf, heads: Heads, base: f64, inputs: &D::Inputs, n: usize) -> Done {
+    fn rope(&self, site: Place, x: &mut D::Buf, heads: Heads, base: f64, inputs: &D::Inputs, n: usize) -> Done {
         self.inner.rope(site, x, heads, base, inputs, n)
     }
-    fn scale(&self, site: Site, x: &mut D::Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
+    fn scale(&self, site: Place, x: &mut D::Buf, cols: Range<usize>, factor: f32, n: usize) -> Done {
         self.inner.scale(site, x, cols, factor, n)
     }
-    fn copy(&self, site: Site, x: &D::Buf, cols: Range<usize>, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
+    fn copy(&self, site: Place, x: &D::Buf, cols: Range<usize>, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
         self.inner.copy(site, x, cols, n, out, out_start)
     }
-    fn take_rows(&self, site: Site, x: &D::Buf, width: usize, inputs: &D::Inputs, n: usize, out: &mut D::Buf) -> Done {
+    fn take_rows(&self, site: Place, x: &D::Buf, width: usize, inputs: &D::Inputs, n: usize, out: &mut D::Buf) -> Done {
         self.inner.take_rows(site, x, width, inputs, n, out)
     }
-    fn add(&self, site: Site, x: &mut D::Buf, y: &D::Buf, width: usize, n: usize) -> Done {
+    fn add(&self, site: Place, x: &mut D::Buf, y: &D::Buf, width: usize, n: usize) -> Done {
         self.inner.add(site, x, y, width, n)
     }
     fn add_norm(
         &self,
-        site: Site,
+        site: Place,
         residual: &mut D::Buf,
         delta: &D::Buf,
         w: &D::Buf,
@@ -374,7 +374,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn append(
         &self,
-        site: Site,
+        site: Place,
         cache: &mut D::Cache,
         layer: usize,
         x: &D::Buf,
@@ -386,7 +386,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn index_top_k(
         &self,
-        site: Site,
+        site: Place,
         cache: &D::Cache,
         layer: usize,
         q: &D::Buf,
@@ -416,7 +416,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn attend(
         &self,
-        site: Site,
+        site: Place,
         cache: &D::Cache,
         layer: usize,
         q_latent: &D::Buf,
@@ -449,7 +449,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn route(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &D::Buf,
         bias: &D::Buf,
@@ -462,7 +462,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn expert_weights(
         &self,
-        site: Site,
+        site: Place,
         config: &Config,
         logits: &D::Buf,
         ids: &D::Index,
@@ -472,13 +472,13 @@ impl<D: Device> Device for FaultyDevice<D> {
         self.inner.expert_weights(site, config, logits, ids, n, weights)?;
         self.after(site, weights, n, 0..config.experts_used)
     }
-    fn swiglu(&self, site: Site, x: &D::Buf, width: usize, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
+    fn swiglu(&self, site: Place, x: &D::Buf, width: usize, n: usize, out: &mut D::Buf, out_start: usize) -> Done {
         self.inner.swiglu(site, x, width, n, out, out_start)?;
         self.after(site, out, n, out_start..out_start + width)
     }
     fn experts_hidden(
         &self,
-        site: Site,
+        site: Place,
         gate_up: &D::Weight,
         x: &D::Buf,
         ids: &D::Index,
@@ -491,7 +491,7 @@ impl<D: Device> Device for FaultyDevice<D> {
     }
     fn experts_down(
         &self,
-        site: Site,
+        site: Place,
         down: &D::Weight,
         hidden: &D::Buf,
         ids: &D::Index,

@@ -5,9 +5,8 @@ use lockstep_reference::Options;
 use super::Fault;
 use super::decorate::{Decorations, OpFault};
 use crate::checkpoint::Checkpoint;
-use crate::device::Site;
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
-use crate::probe::Point;
+use crate::model::{Place, Point};
 
 /// See the module.
 pub struct DsaInactive;
@@ -22,22 +21,22 @@ impl Fault for DsaInactive {
     }
 
     fn sites(&self, checkpoint: &Checkpoint, _: usize) -> Vec<String> {
-        (0..checkpoint.config().layers).map(|l| Point::Latent.full_name(Some(l))).collect()
+        (0..checkpoint.config().layers).map(|l| Place::trunk(l, Point::Latent).to_string()).collect()
     }
 
     fn inject(&self, _: &Checkpoint, site: &str, rank: Option<usize>, into: &mut Decorations) {
-        if let Some((layer, point)) = Point::parse(site) {
-            into.ops.push((rank, Site { layer, op: point.name() }, OpFault::AllKeys));
+        if let Ok(place) = site.parse() {
+            into.ops.push((rank, place, OpFault::AllKeys));
         }
     }
 
     fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-        if op.point != Point::Latent || op.judge.options.dense {
+        if op.place.point != Point::Latent || op.judge.options.dense {
             return Vec::new();
         }
         vec![Hypothesis {
             kind: self.kind(),
-            site: op.point.full_name(op.layer),
+            site: op.place.to_string(),
             statement: format!(
                 "every visible key is attended to: exact up to {} tokens, wrong beyond; the indexer's choice is not used",
                 op.config.top_k

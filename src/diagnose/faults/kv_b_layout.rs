@@ -52,12 +52,12 @@ impl Fault for KvBLayout {
     }
 
     fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-        if !op.params().contains(&(op.layer, Param::KB)) {
+        if !op.params().contains(&(op.place.layer(), Param::KB)) {
             return Vec::new();
         }
         let scope = op.ranks.clone();
         let change = move |rank, key: Key| {
-            if (key.0, key.1) != (op.layer, Param::KB) {
+            if (key.0, key.1) != (op.place.layer(), Param::KB) {
                 return Ok(None);
             }
             let base = value_of(op.weights, key)?;
@@ -71,7 +71,7 @@ impl Fault for KvBLayout {
         };
         vec![Hypothesis {
             kind: self.kind(),
-            site: op.tensor(op.layer, Param::KB),
+            site: op.tensor(op.place.layer(), Param::KB),
             statement: "k_b is read as [head][nope][latent]; the file holds [head][latent][nope]".into(),
             overturn: "transpose k_b per head on load; if q_absorbed still diverges, the layout was not at fault"
                 .into(),

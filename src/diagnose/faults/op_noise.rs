@@ -4,9 +4,8 @@
 use super::Fault;
 use super::decorate::{Decorations, OpFault};
 use crate::checkpoint::Checkpoint;
-use crate::device::Site;
 use crate::diagnose::hypothesis::{Hypothesis, OpContext};
-use crate::probe::Point;
+use crate::model::{Place, Point};
 
 /// See the module.
 pub struct OpNoise;
@@ -32,14 +31,14 @@ impl Fault for OpNoise {
             if c.is_moe(layer) {
                 points.push(Point::ExpertWeights);
             }
-            all.extend(points.into_iter().map(|p| p.full_name(Some(layer))));
+            all.extend(points.into_iter().map(|p| Place::trunk(layer, p).to_string()));
         }
         all
     }
 
     fn inject(&self, _: &Checkpoint, site: &str, rank: Option<usize>, into: &mut Decorations) {
-        if let Some((layer, point)) = Point::parse(site) {
-            into.ops.push((rank, Site { layer, op: point.name() }, OpFault::Noise(AMOUNT)));
+        if let Ok(place) = site.parse() {
+            into.ops.push((rank, place, OpFault::Noise(AMOUNT)));
         }
     }
 

@@ -5,9 +5,8 @@
 use super::Fault;
 use super::decorate::{Decorations, OpFault};
 use crate::checkpoint::Checkpoint;
-use crate::device::Site;
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
-use crate::probe::Point;
+use crate::model::{Block, Place, Point};
 
 /// See the module.
 pub struct ReduceMissed;
@@ -28,26 +27,28 @@ impl Fault for ReduceMissed {
         if tp == 1 {
             return Vec::new();
         }
-        let layers = 0..checkpoint.config().layers;
-        let of_layers = layers.flat_map(|l| [Point::AttnOut, Point::FfnOut].map(|p| p.full_name(Some(l))));
-        std::iter::once(Point::Embed.full_name(None)).chain(of_layers).collect()
+        let blocks = std::iter::once(Block::Front).chain((0..checkpoint.config().layers).map(Block::Trunk));
+        let of_block = |block| {
+            let reduced = Point::ALL.iter().filter(move |point| point.is_reduced() && point.is_in(block));
+            reduced.map(move |point| Place { block, point: *point }.to_string())
+        };
+        blocks.flat_map(of_block).collect()
     }
 
     fn inject(&self, _: &Checkpoint, site: &str, rank: Option<usize>, into: &mut Decorations) {
-        if let Some((layer, point)) = Point::parse(site) {
-            let site = Site { layer, op: point.name() };
-            into.ops.push((rank.or(Some(USUAL_RANK)), site, OpFault::NoContribution));
+        if let Ok(place) = site.parse() {
+            into.ops.push((rank.or(Some(USUAL_RANK)), place, OpFault::NoContribution));
         }
     }
 
     fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
         let tp = op.trace.tp;
-        if tp == 1 || !matches!(op.point, Point::Embed | Point::AttnOut | Point::FfnOut) {
+        if tp == 1 || !op.place.point.is_reduced() {
             return Vec::new();
         }
         let lost = |rank: usize| Hypothesis {
             kind: self.kind(),
-            site: op.point.full_name(op.layer),
+            site: op.place.to_string(),
             statement: format!("the sum of all ranks' partial sums but rank {rank}'s: its contribution is lost"),
             overturn: format!(
                 "add rank {rank}'s partial sum by hand; if the operation still diverges, the reduction was not at fault"

@@ -10,7 +10,7 @@ use super::decorate::Decorations;
 use super::{Fault, group_of, group_site};
 use crate::checkpoint::Checkpoint;
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked, value_of};
-use crate::probe::Point;
+use crate::model::Point;
 use crate::shard::Group;
 use crate::verify::altered::{Key, Value};
 
@@ -19,10 +19,10 @@ pub struct ShardOrder;
 
 /// Parts of a fused group as the reference knows them.
 fn parts(op: &OpContext<'_>) -> Option<(Group, Vec<Param>)> {
-    let layer = op.layer?;
+    let layer = op.place.layer()?;
     let full = op.config.index_full.get(layer).copied().unwrap_or(false);
     let moe = op.config.is_moe(layer);
-    Some(match op.point {
+    Some(match op.place.point {
         Point::QA | Point::KvA | Point::IndexK | Point::IndexWeights if full => {
             (Group::QkvA, vec![Param::QA, Param::KvA, Param::IndexK, Param::IndexProj])
         }
@@ -58,9 +58,9 @@ impl Fault for ShardOrder {
     }
 
     fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-        let Some(layer) = op.layer else { return Vec::new() };
+        let Some(layer) = op.place.layer() else { return Vec::new() };
         let mut groups: Vec<(Group, Vec<Param>)> = parts(op).into_iter().collect();
-        if op.point == Point::Hidden && op.config.is_moe(layer) {
+        if op.place.point == Point::Hidden && op.config.is_moe(layer) {
             groups.push((Group::GateUpExps, vec![Param::GateExps, Param::UpExps]));
             groups.push((Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]));
         }
@@ -71,7 +71,9 @@ impl Fault for ShardOrder {
                 let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
                 let (parts, scope) = (canonical.clone(), op.ranks.clone());
                 let change = move |rank: usize, key: Key| match parts.iter().position(|p| *p == key.1) {
-                    Some(at) if key.0 == op.layer => misjoined(op, &parts, &order, at, rank, &scope, key).map(Some),
+                    Some(at) if key.0 == op.place.layer() => {
+                        misjoined(op, &parts, &order, at, rank, &scope, key).map(Some)
+                    }
                     _ => Ok(None),
                 };
                 all.push(Hypothesis {

@@ -12,8 +12,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::points::Point;
 use super::trace::Trace;
+use crate::model::Point;
 
 pub use read::read;
 pub use write::write;
@@ -129,7 +129,7 @@ struct Entry {
     dtype: String,
 }
 
-/// Axes of one token's row, as [`Point::shape`] has them.
+/// Axes of one token's row, as [`crate::model::Place::shape`] has them.
 fn axes(point: Point) -> usize {
     use Point::*;
     match point {
@@ -142,13 +142,15 @@ fn axes(point: Point) -> usize {
 mod tests {
     use super::*;
     use crate::checkpoint::Checkpoint;
+    use crate::model::Place;
 
     #[test]
     fn axes_are_those_of_the_points() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens/models/nano52-Q2_K.gguf");
         let checkpoint = Checkpoint::open(Some(&golden)).unwrap();
         for point in Point::ALL {
-            assert_eq!(point.shape(checkpoint.config(), 1, 2).len(), axes(*point), "{}", point.name());
+            let place = Place::trunk(1, *point);
+            assert_eq!(place.shape(checkpoint.config(), 2).len(), axes(*point), "{}", point.name());
         }
         assert_eq!(checkpoint.digest().len(), "sha256-sampled:".len() + 64);
     }

@@ -7,15 +7,12 @@ use safetensors::{Dtype, SafeTensors};
 
 use super::{Dump, DumpError, Entry, FORMAT, INDEX, Index, Meta, VERSION, axes};
 use crate::engine::Attention;
+use crate::model::{Block, Layout, Place, Point};
 use crate::probe::capture::{Captured, Values};
-use crate::probe::points::{Layout, Point};
 use crate::probe::trace::Trace;
 
 /// More ranks than any host has.
 const MOST_RANKS: usize = 1024;
-
-/// An entry whose name is a point, with that point and its layer.
-type Known<'a> = (&'a Entry, Point, Option<usize>);
 
 /// Reads the dump in the folder `dir`. Points whose names are not known here are left out with a note.
 ///
@@ -33,28 +30,28 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         serde_json::from_slice(&text).map_err(|e| DumpError::Json { path: path.clone(), problem: e.to_string() })?;
     let attention = check(&path, &index)?;
     let mut notes = Vec::new();
-    let mut by_file: BTreeMap<&str, Vec<Known<'_>>> = BTreeMap::new();
-    let mut seen: HashMap<(Point, Option<usize>), BTreeSet<usize>> = HashMap::new();
+    let mut by_file: BTreeMap<&str, Vec<(&Entry, Place)>> = BTreeMap::new();
+    let mut seen: HashMap<Place, BTreeSet<usize>> = HashMap::new();
     let mut unknown = BTreeSet::new();
     for entry in &index.points {
-        let Some((layer, point)) = Point::parse(&entry.name) else {
+        let Some(place) = known(&entry.name) else {
             if unknown.insert(entry.name.as_str()) {
                 notes.push(format!("{}: point {} is not known here and was left out", path.display(), entry.name));
             }
             continue;
         };
-        check_entry(&path, &index, entry, point)?;
-        if !seen.entry((point, layer)).or_default().insert(entry.rank) {
+        check_entry(&path, &index, entry, place.point)?;
+        if !seen.entry(place).or_default().insert(entry.rank) {
             return Err(wrong(&path, entry, "entries", "one per rank", format!("two of rank {}", entry.rank)));
         }
-        by_file.entry(&entry.file).or_default().push((entry, point, layer));
+        by_file.entry(&entry.file).or_default().push((entry, place));
     }
-    for ((point, layer), ranks) in &seen {
+    for (place, ranks) in &seen {
         let missing: Vec<String> = (0..index.tp).filter(|r| !ranks.contains(r)).map(|r| r.to_string()).collect();
         if !missing.is_empty() {
             return Err(DumpError::Point {
                 path,
-                point: point.full_name(*layer),
+                point: place.to_string(),
                 what: "ranks",
                 expected: format!("all {}", index.tp),
                 found: format!("none of {}", missing.join(", ")),
@@ -67,9 +64,9 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         let bytes = std::fs::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
         let tensors = SafeTensors::deserialize(&bytes)
             .map_err(|e| DumpError::Safetensors { path: path.clone(), problem: e.to_string() })?;
-        for (entry, point, layer) in entries {
+        for (entry, place) in entries {
             let (shape, values) = values(&path, entry, &tensors)?;
-            captured[entry.rank].push(Captured { point, layer, rows: index.token_ids.len(), shape, values });
+            captured[entry.rank].push(Captured { place, rows: index.token_ids.len(), shape, values });
         }
     }
     same_shapes(&path, &captured)?;
@@ -84,6 +81,12 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         index_eps: index.settings.index_eps,
     };
     Ok(Dump { trace: Trace::new(producer, index.token_ids, attention, captured), meta, notes })
+}
+
+/// The place of that name, if it is one that engines show here: they neither run MTP layers nor show tokens.
+fn known(name: &str) -> Option<Place> {
+    let place: Place = name.parse().ok()?;
+    (!matches!(place.block, Block::Mtp(_)) && place != Place::NEXT_TOKEN).then_some(place)
 }
 
 /// Everything in the description but its points.
@@ -181,14 +184,14 @@ fn values(path: &Path, entry: &Entry, tensors: &SafeTensors<'_>) -> Result<(Vec<
 
 /// Ranks hold equally large parts.
 fn same_shapes(path: &Path, captured: &[Vec<Captured>]) -> Result<(), DumpError> {
-    let mut first: HashMap<(Point, Option<usize>), &[usize]> = HashMap::new();
+    let mut first: HashMap<Place, &[usize]> = HashMap::new();
     for (rank, all) in captured.iter().enumerate() {
         for c in all {
-            let shape = first.entry((c.point, c.layer)).or_insert(&c.shape);
+            let shape = first.entry(c.place).or_insert(&c.shape);
             if *shape != c.shape.as_slice() {
                 return Err(DumpError::Point {
                     path: path.into(),
-                    point: c.point.full_name(c.layer),
+                    point: c.place.to_string(),
                     what: "shape",
                     expected: format!("{shape:?} as on rank 0"),
                     found: format!("{:?} on rank {rank}", c.shape),

@@ -6,8 +6,8 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::{DumpError, Entry, FORMAT, INDEX, Index, Meta, Model, Producer, Settings, VERSION};
+use crate::model::Layout;
 use crate::probe::capture::Values;
-use crate::probe::points::Layout;
 use crate::probe::trace::Trace;
 
 /// Writes the points that every rank captured as the new folder `dir`. A folder that is there already is refused.
@@ -42,32 +42,32 @@ fn partial(dir: &Path) -> Result<PathBuf, DumpError> {
 }
 
 fn fill(folder: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
-    let points = trace.points();
-    let mut entries = Vec::with_capacity(points.len() * trace.tp);
+    let places = trace.places();
+    let mut entries = Vec::with_capacity(places.len() * trace.tp);
     for rank in 0..trace.tp {
         let file = format!("rank{rank}.safetensors");
-        let mut tensors = Vec::with_capacity(points.len());
-        for (point, layer) in &points {
-            let Some(captured) = trace.ranks(*point, *layer).and_then(|all| all.get(rank)) else { continue };
+        let mut tensors = Vec::with_capacity(places.len());
+        for place in &places {
+            let Some(captured) = trace.ranks(*place).and_then(|all| all.get(rank)) else { continue };
             let shape: Vec<usize> = std::iter::once(captured.rows).chain(captured.shape.iter().copied()).collect();
             let (dtype, bytes): (_, Vec<u8>) = match &captured.values {
                 Values::F32(v) => (Dtype::F32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
                 Values::I32(v) => (Dtype::I32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
             };
-            let axis = match point.layout() {
+            let axis = match place.point.layout() {
                 Layout::Sharded { axis } => Some(axis),
                 Layout::Replicated | Layout::Partial => None,
             };
             entries.push(Entry {
-                name: point.full_name(*layer),
+                name: place.to_string(),
                 file: file.clone(),
                 rank,
-                layout: point.layout().name().into(),
+                layout: place.point.layout().name().into(),
                 axis,
                 shape: shape.clone(),
                 dtype: if dtype == Dtype::I32 { "I32" } else { "F32" }.into(),
             });
-            tensors.push((point.full_name(*layer), dtype, shape, bytes));
+            tensors.push((place.to_string(), dtype, shape, bytes));
         }
         let path = folder.join(&file);
         let refuse =

@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use super::Bench;
 use crate::engine::{Engine, Options};
+use crate::model::{Place, Point};
+use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Filter, unshard};
-use crate::probe::{Point, Replacements};
 use crate::verify::VerifyError;
-use crate::verify::drive::{Fed, Feed, Listen, Place, choices, feed};
+use crate::verify::drive::{Fed, Feed, Listen, choices, feed};
 use crate::verify::floor;
 use crate::verify::subject::{Progress, Subject};
 use crate::verify::verdict::{Check, Verdict};
@@ -125,7 +126,7 @@ impl Bench<'_> {
             false => subject.rows.iter().copied().filter(|r| *r < subject.ids.len()).collect(),
         };
         let keep = |point: Point| !point.is_choice() && !matches!(point, Point::IndexScores | Point::Logits);
-        let filter: Filter = Arc::new(move |point, _| keep(point));
+        let filter: Filter = Arc::new(move |place| keep(place.point));
         let forced = self.floor()?.choices.clone();
         let whole = whole::measure(
             &plan(subject, &forced, &whole::recipe(subject.recipe, subject.tp), &keep, &rows),

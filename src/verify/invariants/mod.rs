@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::VerifyError;
-use super::drive::{Difference, Fed, Feed, Listen, Place, feed};
+use super::drive::{Difference, Fed, Feed, Listen, feed};
 use super::subject::{Progress, Subject};
 use super::verdict::{Check, StageReport, Verdict};
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, Options};
+use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
-use crate::probe::{Layout, Point};
 
 /// One part of the stage; it adds its checks.
 type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
@@ -97,7 +97,7 @@ fn is_inside(point: Point) -> bool {
 
 /// Everything else.
 fn not_inside() -> Filter {
-    Arc::new(|point, _| !is_inside(point))
+    Arc::new(|place| !is_inside(place.point))
 }
 
 impl<'a> Bench<'a> {
@@ -190,7 +190,7 @@ impl<'a> Bench<'a> {
         self.checks.push(Check::exact("dumps on = off", part.is_none(), detail));
         let name = "fused = composed";
         if self.exact {
-            let composed = feed(&mut self.engine, &whole, &Listen::Digests(Arc::new(|_, _| true)))?;
+            let composed = feed(&mut self.engine, &whole, &Listen::Digests(Arc::new(|_| true)))?;
             let inside = composed.only(is_inside).places().len();
             let part = self.base.parts_from(&composed.only(|p| !is_inside(p)), 0..self.subject.ids.len());
             let check = match part {
@@ -203,8 +203,7 @@ impl<'a> Bench<'a> {
             self.checks.push(check);
         } else {
             // Both sums are asked for, and so the operation comes apart; the run beside it keeps it whole.
-            let apart: Filter =
-                Arc::new(|point, _| point.is_choice() || matches!(point, Point::Residual | Point::Output));
+            let apart: Filter = Arc::new(|place| place.point.is_choice() || is_inside(place.point));
             let check = self.freely(name, &[], |engine, listen| match listen {
                 Listen::Replace(with, _) => feed(engine, &whole, &Listen::Replace(with.clone(), apart)),
                 other => feed(engine, &whole, other),
@@ -350,7 +349,7 @@ impl<'a> Bench<'a> {
         } else {
             let first = &subject.ids[..short];
             // Only one of the two chooses keys, and here it chooses all.
-            let keys: Vec<Place> = (0..engine.config().layers).map(|l| Place::new(Point::IndexTopk, Some(l))).collect();
+            let keys: Vec<Place> = (0..engine.config().layers).map(|l| Place::trunk(l, Point::IndexTopk)).collect();
             self.freely(name, &keys, |_, listen| feed(&mut engine, &Feed::whole(first), listen))?
         };
         self.checks.push(check);

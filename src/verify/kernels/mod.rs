@@ -28,9 +28,9 @@ use rayon::prelude::*;
 use self::lab::Lab;
 use self::products::Shape;
 use super::{Check, Progress, StageReport, Subject, Verdict, VerifyError};
+use crate::device::DeviceError;
 use crate::device::cuda::cubin::modules;
 use crate::device::cuda::gpu::{Gpu, GpuError};
-use crate::device::{DeviceError, Site};
 use crate::engine::EngineError;
 use crate::model::{Kind, params};
 use crate::quant::QuantType;
@@ -91,8 +91,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 }
 
 fn failed(e: GpuError) -> VerifyError {
-    let site = Site { layer: None, op: "kernels" };
-    VerifyError::Engine(EngineError::Device(DeviceError { rank: 0, site, problem: e.to_string() }))
+    VerifyError::Engine(EngineError::Device(DeviceError { rank: 0, place: None, problem: e.to_string() }))
 }
 
 /// A group of checks that runs as a whole.

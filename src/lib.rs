@@ -8,6 +8,7 @@ pub mod device;
 pub mod diagnose;
 pub mod doctor;
 pub mod engine;
+pub mod faults;
 pub mod gguf;
 pub mod model;
 pub mod probe;

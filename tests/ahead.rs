@@ -15,10 +15,10 @@ use std::sync::atomic::Ordering;
 
 use common::running::{GLM5_NANO, open};
 use lockstep::checkpoint::Checkpoint;
+use lockstep::engine::Engines;
 use lockstep::engine::sampler::Sampling;
 use lockstep::engine::scheduler::{Finish, Request, Scheduler};
 use lockstep::engine::{Engine, Options};
-use lockstep::verify::Engines;
 use odd::{Fault, odd};
 
 /// What happens behind which step.

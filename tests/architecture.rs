@@ -1,7 +1,23 @@
 //! What the parts of the project do not know. The README states these rules; this keeps them true.
 #![allow(clippy::unwrap_used)] // a test ends at the first surprise
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+
+/// The rooms of `src/` in layers, lowest first. A room knows those of lower layers only: the rooms of one layer do not
+/// know each other, and no circle leads through two rooms.
+const LAYERS: [&[&str]; 10] = [
+    &["quant", "tokenize", "comm", "report"],
+    &["gguf"],
+    &["model"],
+    &["checkpoint"],
+    &["shard", "probe", "device", "synth"],
+    &["engine"],
+    &["faults"],
+    &["doctor", "verify"],
+    &["diagnose"],
+    &["cli"],
+];
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -61,9 +77,60 @@ fn kernels_know_no_cuda_binding() {
     assert_eq!(dependencies("kernels/Cargo.toml"), [""; 0]);
 }
 
+/// The modules that lead from the root of the crate to a file of `src/`.
+fn modules(path: &Path) -> Vec<String> {
+    let path = path.strip_prefix(root().join("src")).unwrap().with_extension("");
+    path.iter().map(|m| m.to_str().unwrap().to_string()).filter(|m| m != "mod").collect()
+}
+
+#[test]
+fn imports_go_down_only() {
+    let mut rooms = BTreeSet::new();
+    for (path, code) in sources("src") {
+        let modules = modules(&path);
+        let room = &modules[0];
+        if ["lib", "main"].contains(&room.as_str()) {
+            continue;
+        }
+        let layer = |room: &str| LAYERS.iter().position(|rooms| rooms.contains(&room));
+        let text = std::fs::read_to_string(&path).unwrap();
+        for name in text.split("crate::").skip(1).map(|t| t.split(|c: char| !c.is_alphanumeric() && c != '_').next()) {
+            let name = name.unwrap();
+            assert!(name == room || layer(name) < layer(room), "{} must not know crate::{name}", path.display());
+            assert!(layer(name).is_some(), "{}: `crate::{name}` names no room", path.display());
+        }
+        let over_the_root = "super::".repeat(modules.len());
+        assert!(!code.contains(&over_the_root), "{} goes over the root of the crate", path.display());
+        rooms.insert(room.clone());
+    }
+    let mut ordered = LAYERS.concat();
+    ordered.sort_unstable();
+    assert_eq!(ordered, Vec::from_iter(rooms), "every room has one place");
+}
+
+#[test]
+fn a_family_of_models_has_one_file_in_the_model_and_one_in_the_engine() {
+    for (path, _) in sources("src/engine/arch") {
+        match &modules(&path)[2..] {
+            [] => {}
+            [family] => assert!(root().join(format!("src/model/{family}.rs")).exists(), "{family} has no keys"),
+            deeper => panic!("{deeper:?} is no family"),
+        }
+    }
+    let knowing = |words: &[&str]| -> BTreeSet<Vec<String>> {
+        let knows = |(path, code): (PathBuf, String)| words.iter().any(|w| code.contains(w)).then(|| modules(&path));
+        sources("src").into_iter().filter_map(knows).collect()
+    };
+    assert_eq!(Vec::from_iter(knowing(&["glm-dsa", "glm_moe_dsa"])), [["model", "glm_dsa"]]);
+    for modules in knowing(&["GlmDsa", "arch::glm_dsa"]) {
+        assert!(modules.starts_with(&["engine".into(), "arch".into()]), "{modules:?} must not know a family's program");
+    }
+}
+
 #[test]
 fn the_engine_knows_neither_the_reference_nor_the_checks_nor_faults() {
-    let words = ["lockstep_reference", "crate::verify", "crate::diagnose", "crate::cli", "Faulty", "inject"];
+    let words =
+        ["lockstep_reference", "crate::verify", "crate::diagnose", "crate::cli", "crate::faults", "Faulty", "inject"];
     for folder in ["src/engine", "src/device", "src/comm", "src/probe", "src/shard", "src/model", "src/quant"] {
         assert_absent(folder, &words);
     }

@@ -4,12 +4,14 @@
 #[path = "common/running.rs"]
 mod running;
 
+use lockstep::checkpoint::Checkpoint;
 use lockstep::diagnose::bisect::{self, Bisection};
-use lockstep::diagnose::faults::decorate::{Decorations, FaultyEngines};
-use lockstep::diagnose::faults::{CATALOGUE, Injection, inject};
-use lockstep::engine::{Attention, CpuBackend, Recipe};
+use lockstep::engine::{Attention, CpuBackend, Engines, Recipe};
+use lockstep::faults::decorate::{Decorations, FaultyEngines};
+use lockstep::faults::{CATALOGUE, Injection, Target, inject};
+use lockstep::report::{Progress, Verdict};
+use lockstep::verify::Subject;
 use lockstep::verify::subject::{points_of, run_prompt};
-use lockstep::verify::{Engines, PlainEngines, Progress, Subject, Verdict};
 use running::{GLM5_NANO, open};
 
 struct Quiet;
@@ -38,10 +40,15 @@ fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
     }
 }
 
+fn target(checkpoint: &Checkpoint, tp: usize) -> Target<'_> {
+    Target { checkpoint, tp, attention: Attention::Dsa }
+}
+
 fn faulty(typed: &str, tp: usize) -> Box<dyn Engines> {
     let mut faults = Decorations::default();
-    inject(&open(GLM5_NANO), tp, &Injection::parse(typed).expect("a fault"), &mut faults).expect("a valid site");
-    Box::new(FaultyEngines(CpuBackend, faults))
+    inject(&target(&open(GLM5_NANO), tp), &Injection::parse(typed).expect("a fault"), &mut faults)
+        .expect("a valid site");
+    Box::new(FaultyEngines(CpuBackend::default(), faults))
 }
 
 fn bisect(typed: &str, tp: usize) -> Bisection {
@@ -66,6 +73,9 @@ fn assert_named(site: &str, kind: &str, layer: Option<usize>, op: &str, ranks: R
         let culprit = found.culprit.expect("a culprit");
         let explained = culprit.explanation.unwrap_or_else(|| panic!("{at}: UNKNOWN, {:?}", culprit.ruled_out));
         assert_eq!(explained.kind, kind, "{at}: {}", explained.statement);
+        if kind == "CONFIG_VALUE" {
+            assert_eq!(explained.site, site.split(':').next().expect("a site"), "{at}: another setting");
+        }
         assert_eq!((culprit.finding.place.layer(), culprit.finding.place.point.name()), (layer, op), "{at}");
         let expected: Vec<usize> = match ranks {
             Ranks::All => (0..tp).collect(),
@@ -110,6 +120,23 @@ fn quantised_bytes_read_as_plain() {
     named("blk.1.attn_q_b", Some(1), "attn.q_raw", Ranks::All);
     named("blk.3.ffn_up_exps", Some(3), "ffn.hidden", Ranks::All);
     named("blk.2.attn_k_b:rank=1", Some(2), "attn.q_absorbed", Ranks::One(1));
+}
+
+#[test]
+fn a_setting_that_the_file_does_not_state() {
+    let named = |site, layer, op, ranks| assert_named(site, "CONFIG_VALUE", layer, op, ranks);
+    named("rms_eps=1e-6", Some(0), "attn.norm", Ranks::All);
+    named("rope_base=10000:rank=1", Some(0), "attn.q", Ranks::One(1));
+    named("gating=softmax", Some(1), "ffn.choice_scores", Ranks::All);
+    // Two weights a token: it takes every row to have enough of them.
+    let of = Subject { rows: (0..80).collect(), ..subject(2, faulty("CONFIG_VALUE@expert_scale=1:rank=1", 2)) };
+    let culprit = bisect::run(&of, &Quiet).expect("runs").culprit.expect("a culprit");
+    assert_eq!(culprit.finding.place.to_string(), "layers.1.ffn.expert_weights");
+    let explained = culprit.explanation.expect("explained");
+    assert_eq!(
+        (explained.kind, explained.site.as_str(), &explained.ranks[..]),
+        ("CONFIG_VALUE", "expert_scale=1", &[1][..])
+    );
 }
 
 #[test]
@@ -172,7 +199,12 @@ fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
 
 #[test]
 fn one_rank_has_nothing_to_miss() {
-    assert!(CATALOGUE.iter().filter(|f| f.kind() == "REDUCE_MISSED").all(|f| f.sites(&open(GLM5_NANO), 1).is_empty()));
+    assert!(
+        CATALOGUE
+            .iter()
+            .filter(|f| f.kind == "REDUCE_MISSED")
+            .all(|f| (f.sites)(&target(&open(GLM5_NANO), 1)).is_empty())
+    );
 }
 
 #[test]
@@ -189,8 +221,8 @@ fn what_no_kind_explains_is_unknown() {
 #[test]
 fn without_a_fault_nothing_is_reported() {
     for tp in [2, 8] {
-        let decorated: Box<dyn Engines> = Box::new(FaultyEngines(CpuBackend, Decorations::default()));
-        for engines in [Box::new(PlainEngines(CpuBackend)) as Box<dyn Engines>, decorated] {
+        let decorated: Box<dyn Engines> = Box::new(FaultyEngines(CpuBackend::default(), Decorations::default()));
+        for engines in [Box::new(CpuBackend::default()) as Box<dyn Engines>, decorated] {
             let found = bisect::run(&subject(tp, engines), &Quiet).expect("runs");
             assert_eq!(found.verdict, Verdict::Match, "tp {tp}: {:?}", found.culprit);
             assert!(found.culprit.is_none() && found.others.is_empty() && found.judged > 150);
@@ -202,19 +234,20 @@ fn without_a_fault_nothing_is_reported() {
 fn every_listed_site_is_valid_and_nothing_else_is() {
     let checkpoint = open(GLM5_NANO);
     for fault in CATALOGUE {
-        assert!(fault.sites(&checkpoint, 2).len() >= 3, "{}", fault.kind());
-        for site in fault.sites(&checkpoint, 2) {
-            let injection = Injection::parse(&format!("{}@{site}", fault.kind())).expect("readable");
+        assert!((fault.sites)(&target(&checkpoint, 2)).len() >= 3, "{}", fault.kind);
+        for site in (fault.sites)(&target(&checkpoint, 2)) {
+            let injection = Injection::parse(&format!("{}@{site}", fault.kind)).expect("readable");
             let mut into = Decorations::default();
-            inject(&checkpoint, 2, &injection, &mut into).expect("valid");
-            let added = into.tensors.len() + into.orders.len() + into.placements.len() + into.ops.len();
-            assert!(added > 0, "{}@{site} decorates nothing", fault.kind());
+            inject(&target(&checkpoint, 2), &injection, &mut into).expect("valid");
+            let added =
+                into.tensors.len() + into.orders.len() + into.placements.len() + into.ops.len() + into.settings.len();
+            assert!(added > 0, "{}@{site} decorates nothing", fault.kind);
         }
     }
     for bad in ["NAME_MAP@blk.9.attn_q_b", "NOPE@blk.0.attn_q_b", "KV_B_LAYOUT@blk.0.attn_v_b"] {
         let injection = Injection::parse(bad).expect("readable");
-        assert!(inject(&checkpoint, 2, &injection, &mut Decorations::default()).is_err(), "{bad}");
+        assert!(inject(&target(&checkpoint, 2), &injection, &mut Decorations::default()).is_err(), "{bad}");
     }
     let beyond = Injection::parse("NAME_MAP@blk.0.attn_q_b:rank=2").expect("readable");
-    assert!(inject(&checkpoint, 2, &beyond, &mut Decorations::default()).is_err());
+    assert!(inject(&target(&checkpoint, 2), &beyond, &mut Decorations::default()).is_err());
 }

@@ -13,12 +13,12 @@ use common::running::{
 };
 use lockstep::checkpoint::Checkpoint;
 use lockstep::checkpoint::oracle::Raw;
-use lockstep::comm::{Collective, CommError, Threads};
+use lockstep::comm::{CommError, Threads};
 use lockstep::device::cpu::CpuDevice;
-use lockstep::engine::batch::{Batch, Token};
+use lockstep::device::{Around, Batch, Call, Device, DeviceError, Recipe as DeviceRecipe, StepShape, Token};
 use lockstep::engine::kv::PAGE;
 use lockstep::engine::scheduler::Scheduler;
-use lockstep::engine::{Attention, Engine, EngineError, Options};
+use lockstep::engine::{Attention, Engine, EngineError, Options, Ranks};
 use lockstep::model::{Place, Point};
 use lockstep::probe::{Capture, Probe, Values};
 use lockstep::shard::TpPlan;
@@ -274,7 +274,7 @@ fn prompts_that_cannot_be_run_are_errors_and_the_engine_goes_on() {
             tokens,
             tables,
             logits,
-            ahead: Vec::new(),
+            ..Batch::default()
         };
         for bad in [
             batch(vec![], vec![vec![0]], vec![]),
@@ -287,53 +287,37 @@ fn prompts_that_cannot_be_run_are_errors_and_the_engine_goes_on() {
         ] {
             let shown = format!("{bad:?}");
             let error = engine.step(bad, Vec::new()).expect_err("refused");
-            assert!(matches!(error, EngineError::Room { .. }), "{shown}: {error}");
+            assert!(matches!(error, EngineError::Limit { .. }), "{shown}: {error}");
         }
         assert_eq!(run_all(&mut engine, vec![greedy(&[1, 2], 3, &[])])[0].0.len(), 3);
     }
 }
 
 /// What one rank does at one meeting instead of meeting.
+#[derive(Clone, Copy)]
 enum Instead {
     Fail,
     Sleep(Duration),
     Panic,
 }
 
-/// A collective in which rank 1 misbehaves at layer 2's output projection.
-struct Misbehaving {
-    inner: Threads,
-    instead: Instead,
-}
+/// Rank 1 misbehaves at layer 2's output projection.
+struct Misbehaving(usize, Instead);
 
-impl Collective<CpuDevice> for Misbehaving {
-    fn tp(&self) -> usize {
-        Collective::<CpuDevice>::tp(&self.inner)
-    }
-
-    fn all_reduce(
-        &self,
-        rank: usize,
-        site: Place,
-        device: &CpuDevice,
-        buf: &mut <CpuDevice as lockstep::device::Device>::Buf,
-        n: usize,
-        width: usize,
-    ) -> Result<(), CommError> {
-        if rank == 1 && site == Place::trunk(2, Point::AttnOut) {
-            match self.instead {
+impl Around for Misbehaving {
+    fn run(&mut self, call: &Call, shape: StepShape, device: &mut dyn Device) -> Result<(), DeviceError> {
+        let (rank, place) = (self.0, Place::trunk(2, Point::AttnOut));
+        if rank == 1 && call.at == place && call.op.is_collective() {
+            match self.1 {
                 Instead::Fail => {
-                    return Err(CommError::Device { rank, site: site.to_string(), reason: "out of order".into() });
+                    let (site, reason) = (place.to_string(), "out of order".into());
+                    return Err(DeviceError::Comm(CommError::Device { rank, site, reason }));
                 }
                 Instead::Sleep(time) => std::thread::sleep(time),
                 Instead::Panic => panic!("a rank that panics, as the test wants"),
             }
         }
-        self.inner.all_reduce(rank, site, device, buf, n, width)
-    }
-
-    fn abort(&self, reason: &str) {
-        Collective::<CpuDevice>::abort(&self.inner, reason);
+        device.run(call, shape)
     }
 }
 
@@ -342,15 +326,17 @@ fn misbehave(instead: Instead, timeout: Duration) -> (EngineError, Duration) {
     let checkpoint = open(PICO);
     let options = Options::for_one(checkpoint.config());
     let plan = Arc::new(TpPlan::new(checkpoint.config(), 4).expect("a plan"));
-    let devices = (0..4).map(CpuDevice::new).collect();
-    let comm = Arc::new(Misbehaving { inner: Threads::new(4, timeout), instead });
-    let engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options).expect("starts");
+    let comm = Arc::new(Threads::new(4, timeout));
+    let device = |rank| Box::new(CpuDevice::new(rank, comm.clone(), 0)) as Box<dyn Device>;
+    let ranks = Ranks { devices: (0..4).map(device).collect(), comm: comm.clone(), recipe: DeviceRecipe::Strict };
+    let around = |rank| Some(Box::new(Misbehaving(rank, instead)) as Box<dyn Around>);
+    let engine = Engine::start(&|_| checkpoint.clone(), plan, ranks, options, &around).expect("starts");
     let start = Instant::now();
     let batch = || Batch {
         tokens: vec![Token { id: 5, position: 0, sequence: 0 }],
         tables: vec![vec![0]],
         logits: vec![0],
-        ahead: Vec::new(),
+        ..Batch::default()
     };
     let error = engine.step(batch(), Vec::new()).expect_err("the step fails");
     let took = start.elapsed();

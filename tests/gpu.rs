@@ -95,6 +95,7 @@ fn gpu_every_fault_is_named() {
         ("DSA_INACTIVE", "layers.2.attn.latent"),
         ("SHARD_PLACEMENT", "blk.1.attn_output"),
         ("REDUCE_MISSED", "layers.1.attn.out"),
+        ("CONFIG_VALUE", "rope_base=10000"),
     ] {
         let fault = format!("{kind}@{site}");
         let args = ["--device", "cuda:0", "--tp", "2", "--inject", &fault, "--json"];

@@ -175,6 +175,7 @@ for tp in 2 8; do
     check bisect-tp$tp named cuda:0 DSA_INACTIVE $tp layers.2.attn.latent
     check bisect-tp$tp named cuda:0 SHARD_PLACEMENT $tp blk.1.attn_output
     check bisect-tp$tp named cuda:0 REDUCE_MISSED $tp layers.1.attn.out
+    check bisect-tp$tp named cuda:0 CONFIG_VALUE $tp rope_base=10000
 done
 check mutant mutant seed sample.cu 's/seed\[2 \* r + 1\] << 32/seed[2 * r + 1] << 31/'
 check mutant mutant ties indexer.cu 's/at && rank < wanted/at \&\& rank > 0 \&\& rank <= wanted/'

@@ -16,13 +16,15 @@ mod sets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::{inspect, pico_shard, tiny};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::checkpoint::oracle::Raw;
-use lockstep::device::Device;
+use lockstep::comm::Threads;
 use lockstep::device::cpu::CpuDevice;
+use lockstep::device::{BufId, BufRows, BufSpec, CacheShape, Device, IndexId, Limits, Rows, Stores, View};
 use lockstep::gguf::value::{Array, Value};
 use lockstep_reference::config::{Eps, RefConfig};
 
@@ -187,17 +189,27 @@ fn forms_of_the_same_config_are_read_alike() {
 /// A buffer of a size that no file confirmed ends in an error that names it, not in an abort.
 #[test]
 fn absurd_buffers_are_errors() {
-    let device = CpuDevice::new(3);
+    let alloc = |stores: &Stores, tokens: usize| {
+        let limits = Limits { tokens, sequences: 1, logits: 1, pages: 1, page: 1 };
+        let mut device = CpuDevice::new(3, Arc::new(Threads::new(4, Duration::ZERO)), 0);
+        device.alloc(stores, limits).map(|()| device)
+    };
+    let buf = |width| {
+        let spec = BufSpec { rows: BufRows::Step(Rows::Tokens), width, fill: None };
+        Stores { bufs: vec![spec], ..Stores::default() }
+    };
+    let index = |width| Stores { indices: vec![width], ..Stores::default() };
+    let cache = |width| CacheShape { layers: 1, page: 1, pages: 2, width };
     for (rows, width) in [(usize::MAX, 2), (1 << 32, 1 << 32), (1, 1 << 39), (512, 1 << 31)] {
         let wanted = [format!("{rows} rows of {width} values"), "rank 3".into()];
-        for message in
-            [device.buf(rows, width).unwrap_err().to_string(), device.index(rows, width).unwrap_err().to_string()]
-        {
+        for stores in [buf(width), index(width)] {
+            let message = alloc(&stores, rows).err().unwrap().to_string();
             assert!(wanted.iter().all(|w| message.contains(w.as_str())), "{message}");
         }
     }
-    assert_eq!(device.read_index(&device.index(2, 3).unwrap(), 2).unwrap(), [-1; 6]);
-    assert_eq!(device.read(&device.buf(2, 3).unwrap(), 2, 0..3).unwrap(), [0.0; 6]);
+    assert!(alloc(&Stores { caches: vec![cache(usize::MAX)], ..Stores::default() }, 1).is_err());
+    assert_eq!(alloc(&index(3), 2).unwrap().read_index(IndexId(0), 2).unwrap(), [-1; 6]);
+    assert_eq!(alloc(&buf(3), 2).unwrap().read(View::cols(BufId(0), 0, 3), 2).unwrap(), [0.0; 6]);
 }
 
 /// The memory limit of the cases is a real one: a fraction of it stops the same binary on a good file.

@@ -23,7 +23,7 @@ fn inspect_model(model: &Model, args: &[&str]) -> Run {
 
 /// The `--json` document, checked against the schema.
 fn json_of(run: &Run) -> Json {
-    let text = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cli/inspect.schema.json")).unwrap();
+    let text = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas/inspect.json")).unwrap();
     let schema: Json = serde_json::from_slice(&text).unwrap();
     let found: Json = serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {}", run.stdout));
     assert_eq!(common::schema::violations(&schema, &found), Vec::<String>::new());

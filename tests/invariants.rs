@@ -7,7 +7,8 @@ mod odd;
 mod subjects;
 
 use lockstep::engine::Attention;
-use lockstep::verify::{StageReport, Subject, Verdict, invariants};
+use lockstep::report::{StageReport, Verdict};
+use lockstep::verify::{Subject, invariants};
 use odd::{Fault, OddEngines, odd};
 use subjects::{NANO, NANO52, PICO, Silent, check, show, subject, with};
 

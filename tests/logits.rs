@@ -12,8 +12,9 @@ use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
 use lockstep::model::Point;
+use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::run_prompt;
-use lockstep::verify::{StageReport, Subject, Verdict, logits};
+use lockstep::verify::{Subject, logits};
 use odd::{Fault, odd};
 use subjects::{NANO, NANO52, PICO, Silent, check, show, subject, with};
 

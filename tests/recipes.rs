@@ -12,8 +12,9 @@ use lockstep::engine::Recipe;
 use lockstep::model::{Place, Point};
 use lockstep::probe::dump::{self, Meta};
 use lockstep::probe::{Captured, Trace, Values};
+use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::{points_of, run_prompt};
-use lockstep::verify::{Subject, Verdict, activations, logits};
+use lockstep::verify::{Subject, activations, logits};
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, Order, RefConfig, forward};
 use subjects::{NANO, PICO, Silent, show, subject};
 
@@ -45,7 +46,7 @@ fn strict(of: &Subject) -> Trace {
     run_prompt(&mut of.engine().expect("an engine"), &of.ids, points_of(None)).expect("runs").0
 }
 
-fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, lockstep::verify::StageReport) {
+fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, StageReport) {
     let of = Subject { target: Some(target), recipe, ..of };
     let report = activations::run(&of, &Silent).expect("runs");
     (of, report)

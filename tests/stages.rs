@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use common::{Model, golden, pico_shard, tiny};
 use lockstep::checkpoint::Checkpoint;
-use lockstep::device::cpu::CpuDevice;
-use lockstep::engine::{Attention, CpuBackend, Engine, EngineError, Options, Recipe, cpu_collective};
+use lockstep::engine::{Attention, Backend, CpuBackend, Engine, EngineError, Engines, Options, Recipe};
 use lockstep::gguf::Value;
 use lockstep::model::{Kind, Param};
+use lockstep::report::{Progress, StageReport, Verdict};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
-use lockstep::verify::{Engines, PlainEngines, Progress, StageReport, Subject, Verdict, file, tokenizer, weights};
+use lockstep::verify::{Subject, file, tokenizer, weights};
 
 struct Quiet;
 
@@ -29,7 +29,7 @@ fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
     Subject {
         checkpoint,
         baseline: None,
-        engines: Box::new(PlainEngines(CpuBackend)),
+        engines: Box::new(CpuBackend::default()),
         recipe: Recipe::Strict,
         tp,
         attention: Attention::Dsa,
@@ -188,6 +188,10 @@ impl Engines for Loads {
     fn engine(&self, _: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
         Engine::cpu(self.0.clone(), tp, options)
     }
+
+    fn backend(&self) -> &dyn Backend {
+        &CpuBackend { ahead: 0 }
+    }
 }
 
 fn loading(other: &Model, tp: usize) -> StageReport {
@@ -249,8 +253,12 @@ struct Planned(Altered, Order);
 impl Engines for Planned {
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
         let plan = Plan { plan: TpPlan::new(checkpoint.config(), tp)?, slice: self.0, order: self.1 };
-        let devices = (0..tp).map(CpuDevice::new).collect();
-        Engine::start(&|_| checkpoint.clone(), Arc::new(plan), devices, cpu_collective(tp), options)
+        let ranks = self.backend().ranks(tp, checkpoint.config())?;
+        Engine::start(&|_| checkpoint.clone(), Arc::new(plan), ranks, options, &|_| None)
+    }
+
+    fn backend(&self) -> &dyn Backend {
+        &CpuBackend { ahead: 0 }
     }
 }
 

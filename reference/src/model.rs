@@ -9,7 +9,7 @@ use crate::error::RefError;
 use crate::experts;
 use crate::names::Param;
 use crate::ops;
-use crate::points::{Op, Options, Site};
+use crate::points::{Options, Site};
 use crate::weights::Weights;
 
 /// Receives the name and the value of each probe point, first axis tokens.
@@ -58,7 +58,7 @@ pub fn forward_choosing(
     let embed = x.clone();
     let positions: Vec<usize> = (0..ids.len()).collect();
     let mut run = Run { c, w, a, options, choices, sink, site: Site::Model };
-    run.emit(Op::Embed, &x);
+    run.emit("embed", &x);
 
     let mut keys = Vec::new();
     for n in 0..c.layers {
@@ -68,8 +68,8 @@ pub fn forward_choosing(
 
     run.site = Site::Model;
     let x = ops::rms_norm(a, &x, &*w.vector(None, Param::FinalNorm)?, c.eps);
-    run.emit(Op::FinalNorm, &x);
-    run.emit(Op::Logits, &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
+    run.emit("final_norm", &x);
+    run.emit("logits", &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
 
     if options.mtp && c.mtp_layers > 0 && ids.len() > 1 {
         run.site = Site::Mtp;
@@ -89,14 +89,14 @@ struct Run<'a, 's> {
 }
 
 impl Run<'_, '_> {
-    fn emit<D: Dimension>(&mut self, op: Op, value: &ndarray::Array<f64, D>) {
-        (self.sink)(&self.site.name(op), value.clone().into_dyn());
+    fn emit<D: Dimension>(&mut self, op: &str, value: &ndarray::Array<f64, D>) {
+        (self.sink)(&format!("{}{op}", self.site.prefix()), value.clone().into_dyn());
     }
 
     /// The model's own choice, or the one forced on it: per row the indices, all below `below(row)`, without
     /// padding.
-    fn choice(&self, op: Op, own: &Array2<f64>, below: impl Fn(usize) -> usize) -> Result<Vec<Vec<usize>>, RefError> {
-        let point = self.site.name(op);
+    fn choice(&self, op: &str, own: &Array2<f64>, below: impl Fn(usize) -> usize) -> Result<Vec<Vec<usize>>, RefError> {
+        let point = format!("{}{op}", self.site.prefix());
         let (rows, width) = own.dim();
         let forced = (self.choices)(&point);
         let wrong = |expected: String, found: String| RefError::Choice { point: point.clone(), expected, found };
@@ -132,16 +132,16 @@ impl Run<'_, '_> {
         positions: &[usize],
         keys: &mut Vec<Vec<usize>>,
     ) -> Result<Array2<f64>, RefError> {
-        self.emit(Op::Input, &x);
+        self.emit("input", &x);
         let attended = self.attention(&x, n, positions, keys)?;
         let x = ops::add(self.a, &x, &attended);
-        self.emit(Op::Residual, &x);
+        self.emit("residual", &x);
         let h = ops::rms_norm(self.a, &x, &*self.w.vector(Some(n), Param::FfnNorm)?, self.c.eps);
-        self.emit(Op::FfnNorm, &h);
+        self.emit("ffn.norm", &h);
         let fed = if self.c.is_moe(n) { self.moe(&h, n)? } else { self.dense_ffn(&h, n)? };
-        self.emit(Op::FfnOut, &fed);
+        self.emit("ffn.out", &fed);
         let x = ops::add(self.a, &x, &fed);
-        self.emit(Op::Output, &x);
+        self.emit("output", &x);
         Ok(x)
     }
 
@@ -155,28 +155,28 @@ impl Run<'_, '_> {
     ) -> Result<Array2<f64>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
         let h = ops::rms_norm(a, x, &*w.vector(at, Param::AttnNorm)?, c.eps);
-        self.emit(Op::AttnNorm, &h);
+        self.emit("attn.norm", &h);
 
         let q_a = ops::linear(a, &h, &*w.matrix(at, Param::QA)?);
-        self.emit(Op::QA, &q_a);
+        self.emit("attn.q_a", &q_a);
         let q_latent = ops::rms_norm(a, &q_a, &*w.vector(at, Param::QANorm)?, c.latent_eps);
-        self.emit(Op::QANorm, &q_latent);
+        self.emit("attn.q_a_norm", &q_latent);
         let q_raw = heads(ops::linear(a, &q_latent, &*w.matrix(at, Param::QB)?), c.heads);
-        self.emit(Op::QRaw, &q_raw);
+        self.emit("attn.q_raw", &q_raw);
         let q = ops::rope(a, &q_raw, c.nope..c.nope + c.rope, positions, c.rope_theta, c.rope_style);
-        self.emit(Op::Q, &q);
+        self.emit("attn.q", &q);
 
         let kv_a = ops::linear(a, &h, &*w.matrix(at, Param::KvA)?);
-        self.emit(Op::KvA, &kv_a);
+        self.emit("attn.kv_a", &kv_a);
         let (latent, k_rope) = (kv_a.slice(s![.., ..c.kv_rank]).to_owned(), kv_a.slice(s![.., c.kv_rank..]).to_owned());
         let latent = ops::rms_norm(a, &latent, &*w.vector(at, Param::KvANorm)?, c.latent_eps);
-        self.emit(Op::KvLatent, &latent);
+        self.emit("attn.kv_latent", &latent);
         let k_rope =
             ops::rope(a, &heads(k_rope, 1), 0..c.rope, positions, c.rope_theta, c.rope_style).remove_axis(Axis(1));
-        self.emit(Op::KRope, &k_rope);
+        self.emit("attn.k_rope", &k_rope);
 
         let q_absorbed = ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, Param::KB)?);
-        self.emit(Op::QAbsorbed, &q_absorbed);
+        self.emit("attn.q_absorbed", &q_absorbed);
         if self.site == Site::Mtp || self.options.dense {
             *keys = (0..positions.len()).map(|t| (0..=t).collect()).collect();
         } else if c.index_full[n] {
@@ -185,12 +185,12 @@ impl Run<'_, '_> {
         let scale = ((c.nope + c.rope) as f64).powf(-0.5);
         let q_rope = q.slice(s![.., .., c.nope..]);
         let attended = ops::attention(a, q_absorbed.view(), q_rope, &latent, k_rope.view(), keys, scale);
-        self.emit(Op::Latent, &attended);
+        self.emit("attn.latent", &attended);
 
         let context = ops::value_up(a, attended.view(), &*w.heads(at, Param::VB)?);
-        self.emit(Op::Context, &context);
+        self.emit("attn.context", &context);
         let out = ops::linear(a, &flat(context), &*w.matrix(at, Param::O)?);
-        self.emit(Op::AttnOut, &out);
+        self.emit("attn.out", &out);
         Ok(out)
     }
 
@@ -205,51 +205,51 @@ impl Run<'_, '_> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
         let q = heads(ops::linear(a, q_latent, &*w.matrix(at, Param::IndexQB)?), c.index_heads);
         let q = ops::rope(a, &q, 0..c.rope, positions, c.rope_theta, c.index_rope_style);
-        self.emit(Op::IndexQ, &q);
+        self.emit("attn.index_q", &q);
 
         let k = ops::linear(a, h, &*w.matrix(at, Param::IndexK)?);
         let (weight, bias) = (w.vector(at, Param::IndexKNormW)?, w.vector(at, Param::IndexKNormB)?);
         let k = ops::layer_norm(a, &k, &weight, &bias, c.index_eps);
         let k = ops::rope(a, &heads(k, 1), 0..c.rope, positions, c.rope_theta, c.index_rope_style).remove_axis(Axis(1));
-        self.emit(Op::IndexK, &k);
+        self.emit("attn.index_k", &k);
 
         let weights = index_weights(a, c, &ops::linear(a, h, &*w.matrix(at, Param::IndexProj)?));
-        self.emit(Op::IndexWeights, &weights);
+        self.emit("attn.index_weights", &weights);
 
         let tokens: Vec<usize> = (0..positions.len()).collect();
         let scores = ops::index_scores(a, &q, &k, &weights, &tokens);
-        self.emit(Op::IndexScores, &scores);
+        self.emit("attn.index_scores", &scores);
         let chosen = ops::index_top_k(&scores, &tokens, c.top_k);
-        self.emit(Op::IndexTopk, &chosen);
-        self.choice(Op::IndexTopk, &chosen, |t| t + 1)
+        self.emit("attn.index_topk", &chosen);
+        self.choice("attn.index_topk", &chosen, |t| t + 1)
     }
 
     fn dense_ffn(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
         let (w, a, at) = (self.w, self.a, Some(n));
         let hidden = ops::swiglu(a, h, &*w.matrix(at, Param::Gate)?, &*w.matrix(at, Param::Up)?);
-        self.emit(Op::Hidden, &hidden);
+        self.emit("ffn.hidden", &hidden);
         Ok(ops::linear(a, &hidden, &*w.matrix(at, Param::Down)?))
     }
 
     fn moe(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
         let logits = ops::router_logits(a, h, &*w.matrix(at, Param::Router)?);
-        self.emit(Op::RouterLogits, &logits);
+        self.emit("ffn.router_logits", &logits);
         let p = ops::router_probabilities(a, &logits, c.gating);
         let scores = ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used);
-        self.emit(Op::ChoiceScores, &scores);
+        self.emit("ffn.choice_scores", &scores);
         let ids = ops::choose_experts(&scores, c.experts_used);
-        self.emit(Op::ExpertIds, &ids);
-        let ids = self.choice(Op::ExpertIds, &ids, |_| c.experts)?;
+        self.emit("ffn.expert_ids", &ids);
+        let ids = self.choice("ffn.expert_ids", &ids, |_| c.experts)?;
         let weights = ops::expert_weights(a, &p, &ids, c.normalise_weights, c.routed_scale);
-        self.emit(Op::ExpertWeights, &weights);
+        self.emit("ffn.expert_weights", &weights);
 
         let hidden = experts::hidden(a, c, w, n, h, &ids)?;
-        self.emit(Op::Hidden, &hidden);
+        self.emit("ffn.hidden", &hidden);
         let routed = experts::routed(a, w, n, &hidden, &weights, &ids, |_| 0..c.moe_ffn)?;
-        self.emit(Op::Routed, &routed);
+        self.emit("ffn.routed", &routed);
         let shared = experts::shared(a, c, w, n, &hidden, 0..c.shared_experts * c.moe_ffn)?;
-        self.emit(Op::Shared, &shared);
+        self.emit("ffn.shared", &shared);
         Ok(ops::add(a, &routed, &shared))
     }
 
@@ -257,15 +257,15 @@ impl Run<'_, '_> {
     fn mtp(&mut self, embed: &Array2<f64>, hidden: &Array2<f64>, positions: &[usize]) -> Result<(), RefError> {
         let (c, w, a, n) = (self.c, self.w, self.a, self.c.layers);
         let e = ops::rms_norm(a, &embed.slice(s![1.., ..]).to_owned(), &*w.vector(Some(n), Param::ENorm)?, c.eps);
-        self.emit(Op::ENorm, &e);
+        self.emit("enorm", &e);
         let h = ops::rms_norm(a, &hidden.slice(s![..-1, ..]).to_owned(), &*w.vector(Some(n), Param::HNorm)?, c.eps);
-        self.emit(Op::HNorm, &h);
+        self.emit("hnorm", &h);
         let x = ops::linear(a, &ops::joined(e.view(), h.view()), &*w.matrix(Some(n), Param::EhProj)?);
-        self.emit(Op::EhProj, &x);
+        self.emit("eh_proj", &x);
         let x = self.layer(x, n, &positions[1..], &mut Vec::new())?;
         let x = ops::rms_norm(a, &x, &*w.vector(Some(n), Param::MtpHeadNorm)?, c.eps);
-        self.emit(Op::FinalNorm, &x);
-        self.emit(Op::Logits, &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
+        self.emit("final_norm", &x);
+        self.emit("logits", &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
         Ok(())
     }
 }

@@ -13,74 +13,6 @@ pub struct Options {
     pub mtp: bool,
 }
 
-macro_rules! ops {
-    ($c:ident $tokens:ident $($op:ident $name:literal [$($axis:expr),*] [$($input:ident),*])*) => {
-        /// A point without its site, or the operation behind it.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        #[allow(missing_docs)] // the names are their documentation
-        pub enum Op { $($op),* }
-
-        impl Op {
-            /// In the order of the forward pass.
-            const ALL: &[Op] = &[$(Op::$op),*];
-
-            /// The name in dumps, without what says the site.
-            pub fn name(self) -> &'static str {
-                match self { $(Op::$op => $name),* }
-            }
-
-            fn row(self, $c: &RefConfig, $tokens: usize) -> Vec<usize> {
-                match self { $(Op::$op => vec![$($axis),*]),* }
-            }
-
-            fn inputs(self) -> &'static [Op] {
-                match self { $(Op::$op => &[$(Op::$input),*]),* }
-            }
-        }
-    };
-}
-
-// As in a layer without experts, and of inputs only those from the same site; `row_shape` and `inputs` know the rest.
-ops! { c tokens
-    // point      name                 row                              inputs
-    Ids           "ids"                []                               []
-    Embed         "embed"              [c.hidden]                       [Ids]
-    ENorm         "enorm"              [c.hidden]                       []
-    HNorm         "hnorm"              [c.hidden]                       []
-    EhProj        "eh_proj"            [c.hidden]                       [ENorm, HNorm]
-    Input         "input"              [c.hidden]                       []
-    AttnNorm      "attn.norm"          [c.hidden]                       [Input]
-    QA            "attn.q_a"           [c.q_rank]                       [AttnNorm]
-    QANorm        "attn.q_a_norm"      [c.q_rank]                       [QA]
-    QRaw          "attn.q_raw"         [c.heads, c.nope + c.rope]       [QANorm]
-    Q             "attn.q"             [c.heads, c.nope + c.rope]       [QRaw]
-    KvA           "attn.kv_a"          [c.kv_rank + c.rope]             [AttnNorm]
-    KvLatent      "attn.kv_latent"     [c.kv_rank]                      [KvA]
-    KRope         "attn.k_rope"        [c.rope]                         [KvA]
-    QAbsorbed     "attn.q_absorbed"    [c.heads, c.kv_rank]             [QRaw]
-    IndexQ        "attn.index_q"       [c.index_heads, c.index_dim]     [QANorm]
-    IndexK        "attn.index_k"       [c.index_dim]                    [AttnNorm]
-    IndexWeights  "attn.index_weights" [c.index_heads]                  [AttnNorm]
-    IndexScores   "attn.index_scores"  [tokens]                         [IndexQ, IndexK, IndexWeights]
-    IndexTopk     "attn.index_topk"    [c.top_k]                        [IndexScores]
-    Latent        "attn.latent"        [c.heads, c.kv_rank]             [QAbsorbed, Q, KvLatent, KRope]
-    Context       "attn.context"       [c.heads, c.value]               [Latent]
-    AttnOut       "attn.out"           [c.hidden]                       [Context]
-    Residual      "residual"           [c.hidden]                       [Input, AttnOut]
-    FfnNorm       "ffn.norm"           [c.hidden]                       [Residual]
-    RouterLogits  "ffn.router_logits"  [c.experts]                      [FfnNorm]
-    ChoiceScores  "ffn.choice_scores"  [c.experts]                      [RouterLogits]
-    ExpertIds     "ffn.expert_ids"     [c.experts_used]                 [ChoiceScores]
-    ExpertWeights "ffn.expert_weights" [c.experts_used]                 [RouterLogits, ExpertIds]
-    Hidden        "ffn.hidden"         [c.ffn]                          [FfnNorm]
-    Routed        "ffn.routed"         [c.hidden]                       [Hidden, ExpertWeights, ExpertIds]
-    Shared        "ffn.shared"         [c.hidden]                       [Hidden]
-    FfnOut        "ffn.out"            [c.hidden]                       [Hidden]
-    Output        "output"             [c.hidden]                       [Residual, FfnOut]
-    FinalNorm     "final_norm"         [c.hidden]                       [Output]
-    Logits        "logits"             [c.vocab]                        [FinalNorm]
-}
-
 /// Where a point lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
@@ -93,13 +25,12 @@ pub enum Site {
 }
 
 impl Site {
-    /// The name in dumps of this site's `op`.
-    pub fn name(self, op: Op) -> String {
-        let op = op.name();
+    /// What the names of this site's points begin with.
+    pub fn prefix(self) -> String {
         match self {
-            Site::Model => op.to_string(),
-            Site::Trunk(n) => format!("layers.{n}.{op}"),
-            Site::Mtp => format!("mtp.0.{op}"),
+            Site::Model => String::new(),
+            Site::Trunk(n) => format!("layers.{n}."),
+            Site::Mtp => "mtp.0.".to_string(),
         }
     }
 
@@ -112,78 +43,79 @@ impl Site {
         }
     }
 
-    /// True for a layer with experts.
-    pub fn is_moe(self, c: &RefConfig) -> bool {
-        self.layer(c).is_some_and(|n| c.is_moe(n))
-    }
-
-    /// The point whose rows enter this site: for a layer, its input; for the model's end, the input of the last norm.
-    pub(crate) fn entry(self, c: &RefConfig) -> (Site, Op) {
-        match self {
-            Site::Model => (Site::Trunk(c.layers - 1), Op::Output),
-            Site::Trunk(0) => (Site::Model, Op::Embed),
-            Site::Trunk(n) => (Site::Trunk(n - 1), Op::Output),
-            Site::Mtp => (Site::Mtp, Op::EhProj),
+    /// The point names of this site, without prefix, in the order of the forward pass.
+    fn ops(self, c: &RefConfig, options: Options) -> Vec<&'static str> {
+        let Some(layer) = self.layer(c) else { return vec!["embed", "final_norm", "logits"] };
+        let mut ops = vec!["input", "attn.norm", "attn.q_a", "attn.q_a_norm", "attn.q_raw", "attn.q", "attn.kv_a"];
+        ops.extend(["attn.kv_latent", "attn.k_rope", "attn.q_absorbed"]);
+        if self != Site::Mtp && !options.dense && c.index_full[layer] {
+            ops.extend(["attn.index_q", "attn.index_k", "attn.index_weights", "attn.index_scores", "attn.index_topk"]);
         }
-    }
-
-    /// The site whose indexer chooses the keys that this one attends to; `None` where it attends to all.
-    pub(crate) fn chooser(self, c: &RefConfig, options: Options) -> Option<Site> {
-        match self {
-            Site::Trunk(n) if !options.dense => Some(Site::Trunk(c.index_source(n))),
-            _ => None,
+        ops.extend(["attn.latent", "attn.context", "attn.out", "residual", "ffn.norm"]);
+        if c.is_moe(layer) {
+            ops.extend(["ffn.router_logits", "ffn.choice_scores", "ffn.expert_ids", "ffn.expert_weights"]);
+            ops.extend(["ffn.hidden", "ffn.routed", "ffn.shared"]);
+        } else {
+            ops.push("ffn.hidden");
         }
-    }
-
-    fn has(self, c: &RefConfig, options: Options, op: Op) -> bool {
-        use Op::*;
-        match op {
-            Ids => false, // given, not computed
-            Embed => self == Site::Model,
-            ENorm | HNorm | EhProj => self == Site::Mtp,
-            IndexQ | IndexK | IndexWeights | IndexScores | IndexTopk => {
-                matches!(self, Site::Trunk(n) if !options.dense && c.index_full[n])
-            }
-            RouterLogits | ChoiceScores | ExpertIds | ExpertWeights | Routed | Shared => self.is_moe(c),
-            FinalNorm | Logits => !matches!(self, Site::Trunk(_)),
-            Input | AttnNorm | QA | QANorm | QRaw | Q | KvA | KvLatent | KRope | QAbsorbed | Latent | Context
-            | AttnOut | Residual | FfnNorm | Hidden | FfnOut | Output => self != Site::Model,
+        ops.extend(["ffn.out", "output"]);
+        if self == Site::Mtp {
+            ops.splice(0..0, ["enorm", "hnorm", "eh_proj"]);
+            ops.extend(["final_norm", "logits"]);
         }
+        ops
     }
 }
 
 /// All points of a run, in the order in which the forward pass emits them.
 pub fn points(c: &RefConfig, options: Options) -> Vec<String> {
-    let named = |site: Site| Op::ALL.iter().filter(move |&&op| site.has(c, options, op)).map(move |&op| site.name(op));
-    let mut all = vec![Site::Model.name(Op::Embed)];
+    let named = |site: Site| site.ops(c, options).into_iter().map(move |op| format!("{}{op}", site.prefix()));
+    let mut all = vec!["embed".to_string()];
     all.extend((0..c.layers).flat_map(|n| named(Site::Trunk(n))));
-    all.extend([Op::FinalNorm, Op::Logits].map(|op| Site::Model.name(op)));
+    all.extend(["final_norm".to_string(), "logits".to_string()]);
     if options.mtp && c.mtp_layers > 0 {
         all.extend(named(Site::Mtp));
     }
     all
 }
 
-/// The site of a point and its operation, or `None` where this model and run have no such point.
-pub fn parse(c: &RefConfig, options: Options, point: &str) -> Option<(Site, Op)> {
-    let (site, name) = if let Some(name) = point.strip_prefix("mtp.0.") {
-        (options.mtp && c.mtp_layers > 0).then_some((Site::Mtp, name))?
+/// The site of a point and its name there, or `None` where this model and run have no such point.
+pub fn parse<'a>(c: &RefConfig, options: Options, point: &'a str) -> Option<(Site, &'a str)> {
+    let (site, op) = if let Some(op) = point.strip_prefix("mtp.0.") {
+        (options.mtp && c.mtp_layers > 0).then_some((Site::Mtp, op))?
     } else if let Some(rest) = point.strip_prefix("layers.") {
-        let (number, name) = rest.split_once('.')?;
-        (Site::Trunk(number.parse().ok().filter(|&n| n < c.layers)?), name)
+        let (number, op) = rest.split_once('.')?;
+        (Site::Trunk(number.parse().ok().filter(|&n| n < c.layers)?), op)
     } else {
         (Site::Model, point)
     };
-    let op = *Op::ALL.iter().find(|op| op.name() == name)?;
-    site.has(c, options, op).then_some((site, op))
+    site.ops(c, options).contains(&op).then_some((site, op))
 }
 
 /// The axes of one row (token) of a point, for `tokens` tokens in the run. The shared expert's inner activations follow
 /// the chosen experts' in `ffn.hidden`; several shared experts take one slot each, in the order of their columns.
-pub fn row_shape(c: &RefConfig, site: Site, op: Op, tokens: usize) -> Vec<usize> {
+pub fn row_shape(c: &RefConfig, site: Site, op: &str, tokens: usize) -> Vec<usize> {
+    let moe = site.layer(c).is_some_and(|layer| c.is_moe(layer));
     match op {
-        Op::Hidden if site.is_moe(c) => vec![c.experts_used + c.shared_experts, c.moe_ffn],
-        _ => op.row(c, tokens),
+        "logits" => vec![c.vocab],
+        "attn.q_a" | "attn.q_a_norm" => vec![c.q_rank],
+        "attn.q_raw" | "attn.q" => vec![c.heads, c.nope + c.rope],
+        "attn.kv_a" => vec![c.kv_rank + c.rope],
+        "attn.kv_latent" => vec![c.kv_rank],
+        "attn.k_rope" => vec![c.rope],
+        "attn.q_absorbed" | "attn.latent" => vec![c.heads, c.kv_rank],
+        "attn.index_q" => vec![c.index_heads, c.index_dim],
+        "attn.index_k" => vec![c.index_dim],
+        "attn.index_weights" => vec![c.index_heads],
+        "attn.index_scores" => vec![tokens],
+        "attn.index_topk" => vec![c.top_k],
+        "attn.context" => vec![c.heads, c.value],
+        "ffn.router_logits" | "ffn.choice_scores" => vec![c.experts],
+        "ffn.expert_ids" | "ffn.expert_weights" => vec![c.experts_used],
+        "ffn.hidden" if moe => vec![c.experts_used + c.shared_experts, c.moe_ffn],
+        "ffn.hidden" => vec![c.ffn],
+        "ids" => vec![],
+        _ => vec![c.hidden],
     }
 }
 
@@ -191,7 +123,58 @@ pub fn row_shape(c: &RefConfig, site: Site, op: Op, tokens: usize) -> Vec<usize>
 /// `None` where this model and run have no such point.
 pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
-    Some(inputs(c, options, site, op))
+    let moe = site.layer(c).is_some_and(|layer| c.is_moe(layer));
+    let global = |name: &str| Some(vec![name.to_string()]);
+    let names: &[&str] = match op {
+        "embed" => return global("ids"),
+        "enorm" => return global("embed"),
+        "hnorm" => return global("final_norm"),
+        "eh_proj" => &["enorm", "hnorm"],
+        "input" => match site {
+            Site::Mtp => &["eh_proj"],
+            Site::Trunk(n) if n > 0 => return global(&format!("layers.{}.output", n - 1)),
+            _ => return global("embed"),
+        },
+        "attn.norm" => &["input"],
+        "attn.q_a" | "attn.kv_a" | "attn.index_k" | "attn.index_weights" => &["attn.norm"],
+        "attn.q_a_norm" => &["attn.q_a"],
+        "attn.q_raw" | "attn.index_q" => &["attn.q_a_norm"],
+        "attn.q" | "attn.q_absorbed" => &["attn.q_raw"],
+        "attn.kv_latent" | "attn.k_rope" => &["attn.kv_a"],
+        "attn.index_scores" => &["attn.index_q", "attn.index_k", "attn.index_weights"],
+        "attn.index_topk" => &["attn.index_scores"],
+        "attn.latent" => {
+            let mut names: Vec<String> = (["attn.q_absorbed", "attn.q", "attn.kv_latent", "attn.k_rope"].iter())
+                .map(|name| format!("{}{name}", site.prefix()))
+                .collect();
+            if let (Site::Trunk(n), false) = (site, options.dense) {
+                names.push(format!("layers.{}.attn.index_topk", c.index_source(n)));
+            }
+            return Some(names);
+        }
+        "attn.context" => &["attn.latent"],
+        "attn.out" => &["attn.context"],
+        "residual" => &["input", "attn.out"],
+        "ffn.norm" => &["residual"],
+        "ffn.router_logits" => &["ffn.norm"],
+        "ffn.choice_scores" => &["ffn.router_logits"],
+        "ffn.expert_ids" => &["ffn.choice_scores"],
+        "ffn.expert_weights" => &["ffn.router_logits", "ffn.expert_ids"],
+        "ffn.hidden" if moe => &["ffn.norm", "ffn.expert_ids"],
+        "ffn.hidden" => &["ffn.norm"],
+        "ffn.routed" => &["ffn.hidden", "ffn.expert_weights", "ffn.expert_ids"],
+        "ffn.shared" => &["ffn.hidden"],
+        "ffn.out" if moe => &["ffn.routed", "ffn.shared"],
+        "ffn.out" => &["ffn.hidden"],
+        "output" => &["residual", "ffn.out"],
+        "final_norm" => match site {
+            Site::Model => return global(&format!("layers.{}.output", c.layers - 1)),
+            _ => &["output"],
+        },
+        "logits" => &["final_norm"],
+        _ => return None,
+    };
+    Some(names.iter().map(|name| format!("{}{name}", site.prefix())).collect())
 }
 
 /// The points from which per-rank partial sums of `point` are recomputed: as [`inputs_of`], but the sum of experts goes
@@ -199,24 +182,10 @@ pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<Str
 pub fn partial_inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
     match op {
-        Op::FfnOut if site.is_moe(c) => Some(inputs(c, options, site, Op::Routed)),
-        Op::Embed | Op::AttnOut | Op::FfnOut | Op::Routed | Op::Shared => Some(inputs(c, options, site, op)),
+        "ffn.out" if site.layer(c).is_some_and(|layer| c.is_moe(layer)) => {
+            inputs_of(c, options, &format!("{}ffn.routed", site.prefix()))
+        }
+        "embed" | "attn.out" | "ffn.out" | "ffn.routed" | "ffn.shared" => inputs_of(c, options, point),
         _ => None,
     }
-}
-
-fn inputs(c: &RefConfig, options: Options, site: Site, op: Op) -> Vec<String> {
-    let own = |ops: &[Op]| ops.iter().map(|&op| (site, op)).collect();
-    let mut inputs: Vec<(Site, Op)> = match (op, site) {
-        (Op::ENorm, _) => vec![(Site::Model, Op::Embed)],
-        (Op::HNorm, _) => vec![(Site::Model, Op::FinalNorm)],
-        (Op::Input, _) | (Op::FinalNorm, Site::Model) => vec![site.entry(c)],
-        (Op::Hidden, _) if site.is_moe(c) => own(&[Op::FfnNorm, Op::ExpertIds]),
-        (Op::FfnOut, _) if site.is_moe(c) => own(&[Op::Routed, Op::Shared]),
-        _ => own(op.inputs()),
-    };
-    if op == Op::Latent {
-        inputs.extend(site.chooser(c, options).map(|chooser| (chooser, Op::IndexTopk)));
-    }
-    inputs.into_iter().map(|(site, op)| site.name(op)).collect()
 }

@@ -13,7 +13,7 @@ use crate::experts;
 use crate::model::{flat, heads, index_weights};
 use crate::names::Param;
 use crate::ops;
-use crate::points::{Op, Options, Site, parse, partial_inputs_of, row_shape};
+use crate::points::{Options, Site, parse, partial_inputs_of, row_shape};
 use crate::slice::{ExpertSplit, Placement, Split, placement};
 use crate::weights::Weights;
 
@@ -138,106 +138,120 @@ struct Replay<'a> {
 }
 
 impl Replay<'_> {
-    fn run(&self, op: Op) -> Result<ArrayD<f64>, ReplayError> {
+    fn run(&self, op: &str) -> Result<ArrayD<f64>, ReplayError> {
         let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
-        let linear = |input: Op, p: Param| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
+        let linear =
+            |input: &str, p: Param| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
         let norm =
             |x: Array2<f64>, p: Param, eps: f64| Ok::<_, ReplayError>(ops::rms_norm(a, &x, &*w.vector(at, p)?, eps));
         let rope = |x: Array3<f64>, start: usize| {
-            let style = if matches!(op, Op::IndexQ | Op::IndexK) { c.index_rope_style } else { c.rope_style };
+            let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
             ops::rope(a, &x, start..start + c.rope, &self.positions(), c.rope_theta, style)
         };
         let wide = |x: Array2<f64>| Ok(x.into_dyn());
         match op {
-            Op::Embed => wide(self.embedding(&(0..c.vocab))?),
-            Op::ENorm => {
+            "embed" => wide(self.embedding(&(0..c.vocab))?),
+            "enorm" => {
                 let next: Vec<usize> = self.rows.iter().map(|t| t + 1).collect();
-                wide(norm(pick(&self.whole(Site::Model, Op::Embed)?, &next)?, Param::ENorm, c.eps)?)
+                wide(norm(pick(&self.whole("embed")?, &next)?, Param::ENorm, c.eps)?)
             }
-            Op::HNorm => wide(norm(self.at(Site::Model, Op::FinalNorm)?, Param::HNorm, c.eps)?),
-            Op::EhProj => {
-                let x = ops::joined(self.own(Op::ENorm)?.view(), self.own(Op::HNorm)?.view());
+            "hnorm" => wide(norm(pick(&self.whole("final_norm")?, self.rows)?, Param::HNorm, c.eps)?),
+            "eh_proj" => {
+                let x = ops::joined(self.own("enorm")?.view(), self.own("hnorm")?.view());
                 wide(ops::linear(a, &x, &*w.matrix(at, Param::EhProj)?))
             }
-            Op::Input => wide(self.entry()?),
-            Op::AttnNorm => wide(norm(self.own(Op::Input)?, Param::AttnNorm, c.eps)?),
-            Op::QA => wide(linear(Op::AttnNorm, Param::QA)?),
-            Op::QANorm => wide(norm(self.own(Op::QA)?, Param::QANorm, c.latent_eps)?),
-            Op::QRaw => Ok(heads(linear(Op::QANorm, Param::QB)?, c.heads).into_dyn()),
-            Op::Q => Ok(rope(heads(self.own(Op::QRaw)?, c.heads), c.nope).into_dyn()),
-            Op::KvA => wide(linear(Op::AttnNorm, Param::KvA)?),
-            Op::KvLatent => {
-                let latent = self.own(Op::KvA)?.slice(s![.., ..c.kv_rank]).to_owned();
+            "input" => match self.site {
+                Site::Mtp => wide(self.own("eh_proj")?),
+                Site::Trunk(n) if n > 0 => wide(pick(&self.whole(&format!("layers.{}.output", n - 1))?, self.rows)?),
+                _ => wide(pick(&self.whole("embed")?, self.rows)?),
+            },
+            "attn.norm" => wide(norm(self.own("input")?, Param::AttnNorm, c.eps)?),
+            "attn.q_a" => wide(linear("attn.norm", Param::QA)?),
+            "attn.q_a_norm" => wide(norm(self.own("attn.q_a")?, Param::QANorm, c.latent_eps)?),
+            "attn.q_raw" => Ok(heads(linear("attn.q_a_norm", Param::QB)?, c.heads).into_dyn()),
+            "attn.q" => Ok(rope(heads(self.own("attn.q_raw")?, c.heads), c.nope).into_dyn()),
+            "attn.kv_a" => wide(linear("attn.norm", Param::KvA)?),
+            "attn.kv_latent" => {
+                let latent = self.own("attn.kv_a")?.slice(s![.., ..c.kv_rank]).to_owned();
                 wide(norm(latent, Param::KvANorm, c.latent_eps)?)
             }
-            Op::KRope => {
-                let k = self.own(Op::KvA)?.slice(s![.., c.kv_rank..]).to_owned();
+            "attn.k_rope" => {
+                let k = self.own("attn.kv_a")?.slice(s![.., c.kv_rank..]).to_owned();
                 wide(flat(rope(heads(k, 1), 0)))
             }
-            Op::QAbsorbed => {
-                let q = heads(self.own(Op::QRaw)?, c.heads);
+            "attn.q_absorbed" => {
+                let q = heads(self.own("attn.q_raw")?, c.heads);
                 Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, Param::KB)?).into_dyn())
             }
-            Op::IndexQ => Ok(rope(heads(linear(Op::QANorm, Param::IndexQB)?, c.index_heads), 0).into_dyn()),
-            Op::IndexK => {
+            "attn.index_q" => {
+                let q = heads(linear("attn.q_a_norm", Param::IndexQB)?, c.index_heads);
+                Ok(rope(q, 0).into_dyn())
+            }
+            "attn.index_k" => {
                 let (weight, bias) = (w.vector(at, Param::IndexKNormW)?, w.vector(at, Param::IndexKNormB)?);
-                let k = ops::layer_norm(a, &linear(Op::AttnNorm, Param::IndexK)?, &weight, &bias, c.index_eps);
+                let k = ops::layer_norm(a, &linear("attn.norm", Param::IndexK)?, &weight, &bias, c.index_eps);
                 wide(flat(rope(heads(k, 1), 0)))
             }
-            Op::IndexWeights => wide(index_weights(a, c, &linear(Op::AttnNorm, Param::IndexProj)?)),
-            Op::IndexScores => {
-                let q = heads(self.own(Op::IndexQ)?, c.index_heads);
-                let k = self.whole(self.site, Op::IndexK)?;
+            "attn.index_weights" => wide(index_weights(a, c, &linear("attn.norm", Param::IndexProj)?)),
+            "attn.index_scores" => {
+                let q = heads(self.own("attn.index_q")?, c.index_heads);
+                let k = self.whole(&self.name("attn.index_k"))?;
                 self.check_rows(k.nrows())?;
-                wide(ops::index_scores(a, &q, &k, &self.own(Op::IndexWeights)?, self.rows))
+                wide(ops::index_scores(a, &q, &k, &self.own("attn.index_weights")?, self.rows))
             }
-            Op::IndexTopk => wide(ops::index_top_k(&self.own(Op::IndexScores)?, self.rows, c.top_k)),
-            Op::Latent => self.latent(),
-            Op::Context => {
-                let latent = heads(self.own(Op::Latent)?, c.heads);
+            "attn.index_topk" => wide(ops::index_top_k(&self.own("attn.index_scores")?, self.rows, c.top_k)),
+            "attn.latent" => self.latent(),
+            "attn.context" => {
+                let latent = heads(self.own("attn.latent")?, c.heads);
                 Ok(ops::value_up(a, latent.view(), &*w.heads(at, Param::VB)?).into_dyn())
             }
-            Op::AttnOut => wide(linear(Op::Context, Param::O)?),
-            Op::Residual => wide(ops::add(a, &self.own(Op::Input)?, &self.own(Op::AttnOut)?)),
-            Op::FfnNorm => wide(norm(self.own(Op::Residual)?, Param::FfnNorm, c.eps)?),
-            Op::RouterLogits => wide(ops::router_logits(a, &self.own(Op::FfnNorm)?, &*w.matrix(at, Param::Router)?)),
-            Op::ChoiceScores => {
-                let p = ops::router_probabilities(a, &self.own(Op::RouterLogits)?, c.gating);
+            "attn.out" => wide(linear("attn.context", Param::O)?),
+            "residual" => wide(ops::add(a, &self.own("input")?, &self.own("attn.out")?)),
+            "ffn.norm" => wide(norm(self.own("residual")?, Param::FfnNorm, c.eps)?),
+            "ffn.router_logits" => wide(ops::router_logits(a, &self.own("ffn.norm")?, &*w.matrix(at, Param::Router)?)),
+            "ffn.choice_scores" => {
+                let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
                 wide(ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used))
             }
-            Op::ExpertIds => wide(ops::choose_experts(&self.own(Op::ChoiceScores)?, c.experts_used)),
-            Op::ExpertWeights => {
-                let p = ops::router_probabilities(a, &self.own(Op::RouterLogits)?, c.gating);
+            "ffn.expert_ids" => wide(ops::choose_experts(&self.own("ffn.choice_scores")?, c.experts_used)),
+            "ffn.expert_weights" => {
+                let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
                 wide(ops::expert_weights(a, &p, &self.expert_ids()?, c.normalise_weights, c.routed_scale))
             }
-            Op::Hidden => match at.filter(|&n| c.is_moe(n)) {
-                Some(n) => Ok(experts::hidden(a, c, w, n, &self.own(Op::FfnNorm)?, &self.expert_ids()?)?.into_dyn()),
+            "ffn.hidden" => match at.filter(|&n| c.is_moe(n)) {
+                Some(n) => Ok(experts::hidden(a, c, w, n, &self.own("ffn.norm")?, &self.expert_ids()?)?.into_dyn()),
                 None => {
                     let (gate, up) = (w.matrix(at, Param::Gate)?, w.matrix(at, Param::Up)?);
-                    wide(ops::swiglu(a, &self.own(Op::FfnNorm)?, &gate, &up))
+                    wide(ops::swiglu(a, &self.own("ffn.norm")?, &gate, &up))
                 }
             },
-            Op::Routed => wide(self.routed(|_| 0..c.moe_ffn)?),
-            Op::Shared => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
-            Op::FfnOut if self.site.is_moe(c) => wide(ops::add(a, &self.own(Op::Routed)?, &self.own(Op::Shared)?)),
-            Op::FfnOut => wide(linear(Op::Hidden, Param::Down)?),
-            Op::Output => wide(ops::add(a, &self.own(Op::Residual)?, &self.own(Op::FfnOut)?)),
-            Op::FinalNorm => match self.site {
-                Site::Mtp => wide(norm(self.own(Op::Output)?, Param::MtpHeadNorm, c.eps)?),
-                _ => wide(norm(self.entry()?, Param::FinalNorm, c.eps)?),
+            "ffn.routed" => wide(self.routed(|_| 0..c.moe_ffn)?),
+            "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
+            "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => {
+                wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?))
+            }
+            "ffn.out" => wide(linear("ffn.hidden", Param::Down)?),
+            "output" => wide(ops::add(a, &self.own("residual")?, &self.own("ffn.out")?)),
+            "final_norm" => match self.site {
+                Site::Mtp => wide(norm(self.own("output")?, Param::MtpHeadNorm, c.eps)?),
+                _ => {
+                    let x = pick(&self.whole(&format!("layers.{}.output", c.layers - 1))?, self.rows)?;
+                    wide(norm(x, Param::FinalNorm, c.eps)?)
+                }
             },
-            Op::Logits => wide(ops::linear(a, &self.own(Op::FinalNorm)?, &*w.matrix(None, Param::Head)?)),
-            Op::Ids => Err(ReplayError::Point(self.point.to_string())),
+            "logits" => wide(ops::linear(a, &self.own("final_norm")?, &*w.matrix(None, Param::Head)?)),
+            _ => Err(ReplayError::Point(self.point.to_string())),
         }
     }
 
-    fn partial(&self, op: Op, split: Split) -> Result<Array2<f64>, ReplayError> {
+    fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
         let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
+        let moe = at.is_some_and(|n| c.is_moe(n));
         let columns = |p: Param| match placement(c, p, split)? {
             Placement::Cols(range) => Ok::<_, ReplayError>(range),
             _ => Err(ReplayError::Point(self.point.to_string())),
         };
-        let linear = |input: Op, p: Param| {
+        let linear = |input: &str, p: Param| {
             Ok::<_, ReplayError>(ops::linear_part(a, &self.own(input)?, &*w.matrix(at, p)?, columns(p)?))
         };
         let routed = || {
@@ -249,26 +263,25 @@ impl Replay<'_> {
             })
         };
         match op {
-            Op::Embed => match placement(c, Param::Embed, split)? {
+            "embed" => match placement(c, Param::Embed, split)? {
                 Placement::Vocab { rows, .. } => self.embedding(&rows),
                 _ => Err(ReplayError::Point(self.point.to_string())),
             },
-            Op::AttnOut => linear(Op::Context, Param::O),
-            Op::FfnOut if !self.site.is_moe(c) => linear(Op::Hidden, Param::Down),
-            Op::Routed => routed(),
-            Op::Shared => self.shared(columns(Param::DownShared)?),
-            Op::FfnOut => Ok(ops::add(a, &routed()?, &self.shared(columns(Param::DownShared)?)?)),
+            "attn.out" => linear("attn.context", Param::O),
+            "ffn.out" if !moe => linear("ffn.hidden", Param::Down),
+            "ffn.routed" => routed(),
+            "ffn.shared" => self.shared(columns(Param::DownShared)?),
+            "ffn.out" => Ok(ops::add(a, &routed()?, &self.shared(columns(Param::DownShared)?)?)),
             _ => Err(ReplayError::Point(self.point.to_string())),
         }
     }
 
     /// Embedding rows of the ids that `held` contains; zero for the others.
     fn embedding(&self, held: &std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
-        let ids = self.at(Site::Model, Op::Ids)?;
+        let ids = pick(&self.whole("ids")?, self.rows)?;
         let mut x = Array2::zeros((ids.nrows(), self.c.hidden));
         for (mut row, &id) in x.rows_mut().into_iter().zip(&ids) {
-            let unknown = || wrong(Op::Ids.name(), format!("ids below {}", self.c.vocab), id);
-            let id = place(id, self.c.vocab).ok_or_else(unknown)?;
+            let id = place(id, self.c.vocab).ok_or_else(|| wrong("ids", format!("ids below {}", self.c.vocab), id))?;
             if held.contains(&id) {
                 row.assign(&self.w.embedding_row(id)?.mapv(f64::from));
             }
@@ -278,11 +291,12 @@ impl Replay<'_> {
 
     fn latent(&self) -> Result<ArrayD<f64>, ReplayError> {
         let c = self.c;
-        let (latent, k_rope) = (self.whole(self.site, Op::KvLatent)?, self.whole(self.site, Op::KRope)?);
+        let (latent, k_rope) = (self.whole(&self.name("attn.kv_latent"))?, self.whole(&self.name("attn.k_rope"))?);
         self.check_rows(latent.nrows().min(k_rope.nrows()))?;
         let mut keys: Vec<Vec<usize>> = self.rows.iter().map(|&t| (0..=t).collect()).collect();
-        if let Some(site) = self.site.chooser(c, self.options) {
-            let (name, chosen) = (site.name(Op::IndexTopk), self.at(site, Op::IndexTopk)?);
+        if let (Site::Trunk(n), false) = (self.site, self.options.dense) {
+            let name = format!("layers.{}.attn.index_topk", c.index_source(n));
+            let chosen = pick(&self.whole(&name)?, self.rows)?;
             for ((keys, chosen), &t) in keys.iter_mut().zip(chosen.rows()).zip(self.rows) {
                 keys.clear();
                 for &v in chosen.iter().filter(|&&v| v != -1.0) {
@@ -295,7 +309,7 @@ impl Replay<'_> {
                 }
             }
         }
-        let (q, q_absorbed) = (heads(self.own(Op::Q)?, c.heads), heads(self.own(Op::QAbsorbed)?, c.heads));
+        let (q, q_absorbed) = (heads(self.own("attn.q")?, c.heads), heads(self.own("attn.q_absorbed")?, c.heads));
         let scale = ((c.nope + c.rope) as f64).powf(-0.5);
         let q_rope = q.slice(s![.., .., c.nope..]);
         Ok(ops::attention(self.a, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
@@ -303,7 +317,7 @@ impl Replay<'_> {
 
     fn routed(&self, columns: impl Fn(usize) -> std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
         let layer = self.site.layer(self.c).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
-        let (hidden, weights) = (self.expert_hidden()?, self.own(Op::ExpertWeights)?);
+        let (hidden, weights) = (self.expert_hidden()?, self.own("ffn.expert_weights")?);
         Ok(experts::routed(self.a, self.w, layer, &hidden, &weights, &self.expert_ids()?, columns)?)
     }
 
@@ -313,15 +327,19 @@ impl Replay<'_> {
     }
 
     fn expert_hidden(&self) -> Result<Array3<f64>, ReplayError> {
-        Ok(heads(self.own(Op::Hidden)?, self.c.experts_used + self.c.shared_experts))
+        Ok(heads(self.own("ffn.hidden")?, self.c.experts_used + self.c.shared_experts))
     }
 
     fn expert_ids(&self) -> Result<Vec<Vec<usize>>, ReplayError> {
         let experts = self.c.experts;
         let id = |&v: &f64| {
-            place(v, experts).ok_or_else(|| wrong(&self.site.name(Op::ExpertIds), format!("ids below {experts}"), v))
+            place(v, experts).ok_or_else(|| wrong(&self.name("ffn.expert_ids"), format!("ids below {experts}"), v))
         };
-        self.own(Op::ExpertIds)?.rows().into_iter().map(|row| row.iter().map(id).collect()).collect()
+        self.own("ffn.expert_ids")?.rows().into_iter().map(|row| row.iter().map(id).collect()).collect()
+    }
+
+    fn name(&self, op: &str) -> String {
+        format!("{}{op}", self.site.prefix())
     }
 
     /// Positions of the rows asked for: MTP row t stands at position t + 1.
@@ -333,32 +351,21 @@ impl Replay<'_> {
         self.rows.iter().find(|&&row| row >= rows).map_or(Ok(()), |&row| Err(ReplayError::Row { row, rows }))
     }
 
-    /// The rows that the site starts from.
-    fn entry(&self) -> Result<Array2<f64>, ReplayError> {
-        let (site, op) = self.site.entry(self.c);
-        self.at(site, op)
-    }
-
     /// The rows asked for of a captured point of the same site, other axes merged.
-    fn own(&self, op: Op) -> Result<Array2<f64>, ReplayError> {
-        self.at(self.site, op)
-    }
-
-    /// The rows asked for of a captured point, other axes merged.
-    fn at(&self, site: Site, op: Op) -> Result<Array2<f64>, ReplayError> {
-        pick(&self.whole(site, op)?, self.rows)
+    fn own(&self, op: &str) -> Result<Array2<f64>, ReplayError> {
+        pick(&self.whole(&self.name(op))?, self.rows)
     }
 
     /// All rows of a captured point, other axes merged.
-    fn whole(&self, site: Site, op: Op) -> Result<Array2<f64>, ReplayError> {
-        let input = site.name(op);
-        let missing = || ReplayError::Missing { point: self.point.to_string(), input: input.clone() };
-        let captured = (self.inputs)(&input).ok_or_else(missing)?;
+    fn whole(&self, name: &str) -> Result<Array2<f64>, ReplayError> {
+        let missing = || ReplayError::Missing { point: self.point.to_string(), input: name.to_string() };
+        let captured = (self.inputs)(name).ok_or_else(missing)?;
         let tokens = captured.shape().first().copied().unwrap_or(0);
+        let (site, op) = parse(self.c, self.options, name).unwrap_or((Site::Model, name));
         let width: usize = row_shape(self.c, site, op, tokens).iter().product();
         if captured.len() != tokens * width {
             let (expected, found) = (format!("{tokens} rows of {width}"), format!("shape {:?}", captured.shape()));
-            return Err(ReplayError::Input { input, expected, found });
+            return Err(ReplayError::Input { input: name.to_string(), expected, found });
         }
         let values: Vec<f64> = captured.iter().map(|&v| f64::from(v)).collect();
         Array2::from_shape_vec((tokens, width), values).map_err(|_| missing())

@@ -296,26 +296,26 @@ fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
     let w = Hashed(c.clone());
     let (names, values) = run(&c, Arith::Exact, SPARSE);
     let products = [
-        Op::QA,
-        Op::QRaw,
-        Op::QAbsorbed,
-        Op::KvA,
-        Op::IndexQ,
-        Op::IndexK,
-        Op::IndexWeights,
-        Op::Context,
-        Op::AttnOut,
-        Op::Hidden,
-        Op::Routed,
-        Op::Shared,
-        Op::FfnOut,
-        Op::EhProj,
-        Op::Logits,
+        "attn.q_a",
+        "attn.q_raw",
+        "attn.q_absorbed",
+        "attn.kv_a",
+        "attn.index_q",
+        "attn.index_k",
+        "attn.index_weights",
+        "attn.context",
+        "attn.out",
+        "ffn.hidden",
+        "ffn.routed",
+        "ffn.shared",
+        "ffn.out",
+        "eh_proj",
+        "logits",
     ];
     for name in names {
         let (site, op) = parse(&c, SPARSE, &name).expect("a point");
         // A mixture's output is the sum of two that were captured.
-        let sums = op == Op::FfnOut && site.is_moe(&c);
+        let sums = op == "ffn.out" && site.layer(&c).is_some_and(|n| c.is_moe(n));
         let at = |recipe| {
             let a = Arith::F32(recipe, Order::Sequential);
             replay(&c, &w, a, SPARSE, &name, &captured(&values), &[0, 1, 5]).expect("replays")

@@ -228,35 +228,9 @@ impl Nearest {
     fn find(&self, name: &str) -> Option<(String, usize)> {
         let most = name.len().max(4) / 2;
         let near = self.0.iter().filter(|(e, _)| e.len().abs_diff(name.len()) <= most); // the distance is no smaller
-        let best = near.map(|(e, filled)| (edit_distance(name, e), *filled, e)).min()?;
+        let bytes = |text: &str| text.as_bytes().to_vec();
+        let distance = |e: &str| strsim::generic_levenshtein(&bytes(name), &bytes(e));
+        let best = near.map(|(e, filled)| (distance(e), *filled, e)).min()?;
         (best.0 <= most).then(|| (best.2.clone(), best.0))
-    }
-}
-
-/// Levenshtein distance over bytes, two rows at a time.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b = b.as_bytes();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let cost = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = cost.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::edit_distance;
-
-    #[test]
-    fn distances() {
-        assert_eq!(edit_distance("kitten", "sitting"), 3);
-        assert_eq!(edit_distance("", "abc"), 3);
-        assert_eq!(edit_distance("indexer.proj", "indexer.proj"), 0);
     }
 }

@@ -82,7 +82,7 @@ impl HfFolder {
 
     fn add(&mut self, path: PathBuf) -> Result<(), CheckpointError> {
         let file = std::fs::File::open(&path).map_err(|e| refuse(&path, e.to_string()))?;
-        // SAFETY: read-only and private; see gguf::Source::open for what a shrinking file would do.
+        // SAFETY: read-only and private; see gguf::Shard::open for what a shrinking file would do.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&path, e.to_string()))?;
         let parsed = SafeTensors::deserialize(&map)
             .map_err(|e| refuse(&path, format!("expected safetensors, found damage: {e}")))?;

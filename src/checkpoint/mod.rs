@@ -159,6 +159,12 @@ impl Checkpoint {
         Ok(Checkpoint { source, name, config, coverage, bound })
     }
 
+    /// The same model as an engine takes it that has some of the configuration otherwise.
+    pub fn with_config(mut self, change: impl FnOnce(&mut Config)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
     /// The configuration.
     pub fn config(&self) -> &Config {
         &self.config

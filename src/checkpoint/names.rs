@@ -76,21 +76,22 @@ pub enum Naming {
 }
 
 impl Naming {
+    /// What stands before a block's number.
+    fn lead(self) -> &'static str {
+        match self {
+            Naming::Gguf => "blk.",
+            Naming::Hf => "model.layers.",
+        }
+    }
+
     /// What stands before the names of block `layer`.
     pub fn prefix(self, layer: usize) -> String {
-        match self {
-            Naming::Gguf => format!("blk.{layer}."),
-            Naming::Hf => format!("model.layers.{layer}."),
-        }
+        format!("{}{layer}.", self.lead())
     }
 
     /// Takes a block's name apart into block and the rest.
     pub(super) fn split(self, name: &str) -> (Option<usize>, &str) {
-        let lead = match self {
-            Naming::Gguf => "blk.",
-            Naming::Hf => "model.layers.",
-        };
-        let parts = name.strip_prefix(lead).and_then(|rest| rest.split_once('.'));
+        let parts = name.strip_prefix(self.lead()).and_then(|rest| rest.split_once('.'));
         match parts.and_then(|(n, rest)| n.parse().ok().map(|n| (n, rest))) {
             Some((layer, rest)) => (Some(layer), rest),
             None => (None, name),

@@ -4,7 +4,7 @@
 use lockstep_reference::source::{Format, Meta, RawModel, RawTensor};
 
 use super::{Naming, TensorSource};
-use crate::gguf::{Array, Value};
+use crate::gguf::Value;
 
 /// A source handed to the reference uninterpreted.
 pub struct Raw<'a>(pub &'a dyn TensorSource);
@@ -32,17 +32,13 @@ fn meta(value: &Value) -> Meta {
     match value {
         Value::Bool(v) => Meta::Bool(*v),
         Value::Str(v) => Meta::Str(v.clone()),
-        Value::Array(v) => Meta::Array(list(v)),
-        Value::I8(_) | Value::I16(_) | Value::I32(_) | Value::I64(_) => match (value.as_u64(), value) {
-            (Some(v), _) => Meta::U64(v),
-            (None, Value::I8(v)) => Meta::I64((*v).into()),
-            (None, Value::I16(v)) => Meta::I64((*v).into()),
-            (None, Value::I32(v)) => Meta::I64((*v).into()),
-            (None, Value::I64(v)) => Meta::I64(*v),
-            _ => Meta::I64(0),
-        },
+        Value::Array(v) => Meta::Array((0..v.len()).filter_map(|i| v.get(i)).map(|v| meta(&v)).collect()),
         Value::F32(v) => Meta::F64((*v).into()),
         Value::F64(v) => Meta::F64(*v),
+        Value::I8(v) => signed((*v).into()),
+        Value::I16(v) => signed((*v).into()),
+        Value::I32(v) => signed((*v).into()),
+        Value::I64(v) => signed(*v),
         Value::U8(v) => Meta::U64((*v).into()),
         Value::U16(v) => Meta::U64((*v).into()),
         Value::U32(v) => Meta::U64((*v).into()),
@@ -50,6 +46,6 @@ fn meta(value: &Value) -> Meta {
     }
 }
 
-fn list(array: &Array) -> Vec<Meta> {
-    (0..array.len()).filter_map(|i| array.get(i)).map(|v| meta(&v)).collect()
+fn signed(v: i64) -> Meta {
+    u64::try_from(v).map_or(Meta::I64(v), Meta::U64)
 }

@@ -12,17 +12,17 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use serde_json::{Value as Json, json};
 
 use super::args::BenchArgs;
 #[cfg(feature = "cuda")]
 use super::args::DeviceArg;
 use super::device::{Chosen, chosen};
-use super::{CliError, Exit, options};
+use super::{CliError, Exit, options, write_json};
 use crate::checkpoint::Checkpoint;
-use crate::comm::timed::TimedCollective;
 use crate::device::cpu::host::{Bandwidth, peak_resident, read_bandwidth};
-use crate::device::timed::{Clock, Spent, Timed};
+use crate::device::{Around, Clock, Spent};
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
@@ -42,7 +42,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     }
 }
 
-fn run_on<B: Backend>(backend: &B, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
+fn run_on(backend: &dyn Backend, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let start = Instant::now();
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let opened = start.elapsed();
@@ -56,13 +56,7 @@ fn run_on<B: Backend>(backend: &B, args: &BenchArgs, out: &mut dyn Write) -> Res
     let start = Instant::now();
     let mut engine = Engine::on(backend, checkpoint.clone(), args.tp, options)?;
     let loaded = start.elapsed();
-    measure(&mut engine, &prompt, args.steps, &[])?; // warms caches and buffers
-    let mut speed = Speed::default();
-    for _ in 0..args.repeat {
-        let run = measure(&mut engine, &prompt, args.steps, &[])?;
-        speed.prefill.push(args.prompt as f64 / run.prefill.wall.as_secs_f64());
-        speed.decode.push(args.steps as f64 / run.decode.wall.as_secs_f64());
-    }
+    let speed = Speed::measure(&mut engine, &prompt, args)?;
     drop(engine);
     let peak = peak_resident();
     let shares = shares(backend, &checkpoint, args, options, &prompt)?;
@@ -84,8 +78,7 @@ fn run_on<B: Backend>(backend: &B, args: &BenchArgs, out: &mut dyn Write) -> Res
         peak,
     };
     if args.model.json {
-        serde_json::to_writer_pretty(&mut *out, &report.document())?;
-        writeln!(out)?;
+        write_json(out, &report.document())?;
     } else {
         report.print(out)?;
     }
@@ -131,7 +124,7 @@ struct Phases {
 }
 
 /// Prefills the prompt up to its first token, then decodes `steps` more.
-fn measure(engine: &mut Engine, prompt: &[u32], steps: usize, clocks: &[Arc<Clock>]) -> Result<Phases, CliError> {
+fn measure(engine: &mut Engine, prompt: &[u32], steps: usize, clocks: &[Clock]) -> Result<Phases, CliError> {
     let take = |wall| Phase { wall, ranks: clocks.iter().map(|c| c.take()).collect() };
     take(Duration::ZERO); // what came before does not count
     let mut scheduler = Scheduler::default();
@@ -148,19 +141,18 @@ fn measure(engine: &mut Engine, prompt: &[u32], steps: usize, clocks: &[Arc<Cloc
 }
 
 /// The same run with clocks on every rank.
-fn shares<B: Backend>(
-    backend: &B,
+fn shares(
+    backend: &dyn Backend,
     checkpoint: &Arc<Checkpoint>,
     args: &BenchArgs,
     options: Options,
     prompt: &[u32],
 ) -> Result<Phases, CliError> {
     let plan = Arc::new(TpPlan::new(checkpoint.config(), args.tp)?);
-    let clocks: Vec<Arc<Clock>> = (0..args.tp).map(|_| Arc::default()).collect();
-    let (devices, comm) = backend.devices(args.tp, &options, checkpoint.config())?;
-    let devices = devices.into_iter().zip(&clocks).map(|(device, clock)| Timed::new(device, clock.clone())).collect();
-    let comm = Arc::new(TimedCollective::new(comm, clocks.clone()));
-    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, devices, comm, options)?;
+    let clocks: Vec<Clock> = (0..args.tp).map(|_| Clock::default()).collect();
+    let ranks = backend.ranks(args.tp, checkpoint.config())?;
+    let around = |rank: usize| Some(Box::new(clocks[rank].clone()) as Box<dyn Around>);
+    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, ranks, options, &around)?;
     measure(&mut engine, prompt, args.steps, &[])?;
     measure(&mut engine, prompt, args.steps, &clocks)
 }
@@ -170,6 +162,37 @@ fn shares<B: Backend>(
 struct Speed {
     prefill: Vec<f64>,
     decode: Vec<f64>,
+}
+
+impl Speed {
+    /// `--repeat` runs behind one that warms caches and buffers (on GPUs: compiles and records).
+    fn measure(engine: &mut Engine, prompt: &[u32], args: &BenchArgs) -> Result<Self, CliError> {
+        measure(engine, prompt, args.steps, &[])?;
+        let mut speed = Speed::default();
+        for _ in 0..args.repeat {
+            let run = measure(engine, prompt, args.steps, &[])?;
+            speed.prefill.push(args.prompt as f64 / run.prefill.wall.as_secs_f64());
+            speed.decode.push(args.steps as f64 / run.decode.wall.as_secs_f64());
+        }
+        Ok(speed)
+    }
+
+    fn print(&self, args: &BenchArgs, out: &mut dyn Write) -> std::io::Result<()> {
+        let repeats = args.repeat;
+        for (name, tokens, values) in [("prefill", args.prompt, &self.prefill), ("decode", args.steps, &self.decode)] {
+            let (median, least, most) = spread(values);
+            writeln!(
+                out,
+                "  {name:<8} {median:.0} tokens/s, median of {repeats} runs of {tokens} tokens ({least:.0} to {most:.0})"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn spread_document(tokens: usize, values: &[f64]) -> Json {
+    let (median, least, most) = spread(values);
+    json!({ "tokens": tokens, "median": median, "least": least, "most": most, "all": values })
 }
 
 /// Median, least and most.
@@ -184,6 +207,7 @@ fn spread(values: &[f64]) -> (f64, f64, f64) {
 }
 
 /// The time of one operation, averaged over ranks.
+#[derive(Serialize)]
 struct Share {
     op: &'static str,
     calls: f64,
@@ -214,8 +238,7 @@ impl Phase {
     }
 
     fn document(&self) -> Json {
-        let one = |s: Share| json!({ "op": s.op, "calls": s.calls, "seconds": s.seconds, "share": s.share });
-        json!({ "seconds": self.wall.as_secs_f64(), "ops": self.shares().into_iter().map(one).collect::<Vec<_>>() })
+        json!({ "seconds": self.wall.as_secs_f64(), "ops": self.shares() })
     }
 }
 
@@ -245,17 +268,13 @@ impl Report<'_> {
     }
 
     fn document(&self) -> Json {
-        let speed = |tokens: usize, values: &[f64]| {
-            let (median, least, most) = spread(values);
-            json!({ "tokens": tokens, "median": median, "least": least, "most": most, "all": values })
-        };
         json!({
             "model": self.name, "tp": self.args.tp, "attention": self.attention,
             "device": self.args.device.device.to_string(), "recipe": self.recipe,
             "threads": rayon::current_num_threads(),
             "open_seconds": self.opened.as_secs_f64(), "load_seconds": self.loaded.as_secs_f64(),
-            "prefill_tokens_per_second": speed(self.args.prompt, &self.speed.prefill),
-            "decode_tokens_per_second": speed(self.args.steps, &self.speed.decode),
+            "prefill_tokens_per_second": spread_document(self.args.prompt, &self.speed.prefill),
+            "decode_tokens_per_second": spread_document(self.args.steps, &self.speed.decode),
             "weight_bytes_per_token": self.token_bytes,
             "weight_bytes_per_second": self.read_rate(),
             "read_bandwidth": self.bandwidth.map(|b| json!({
@@ -277,16 +296,7 @@ impl Report<'_> {
         writeln!(out, "{}, tp {tp}, {device}, recipe {recipe}, attention {attention}, {threads} threads", self.name)?;
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         writeln!(out, "  load     open {:.0} ms, weights to ranks {:.0} ms", ms(self.opened), ms(self.loaded))?;
-        let repeats = self.args.repeat;
-        let phases =
-            [("prefill", self.args.prompt, &self.speed.prefill), ("decode", self.args.steps, &self.speed.decode)];
-        for (name, tokens, values) in phases {
-            let (median, least, most) = spread(values);
-            writeln!(
-                out,
-                "  {name:<8} {median:.0} tokens/s, median of {repeats} runs of {tokens} tokens ({least:.0} to {most:.0})"
-            )?;
-        }
+        self.speed.print(self.args, out)?;
         writeln!(out, "  reads    {}", self.reads())?;
         writeln!(out, "  memory   {}\n", self.memory())?;
         self.print_shares(out)

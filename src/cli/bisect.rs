@@ -5,11 +5,11 @@ use std::io::Write;
 use serde_json::{Value as Json, json};
 
 use super::args::BisectArgs;
-use super::subject::{Bar, device_name, engines, list_faults, subject};
-use super::{CliError, Exit};
-use crate::diagnose::bisect::{self, Bisection, Culprit};
+use super::subject::{Bar, device_name, engines, lists_faults, subject};
+use super::{CliError, Exit, write_json};
+use crate::diagnose::bisect::{self, Bisection, Blame, Culprit};
 use crate::report::table::{facts, ranges};
-use crate::verify::{Subject, Verdict};
+use crate::verify::Subject;
 
 /// Prompts up to this length are judged at every token before bisect says that nothing is wrong.
 const WIDEN_UP_TO: usize = 512;
@@ -18,8 +18,7 @@ const WIDEN_UP_TO: usize = 512;
 const OTHERS_SHOWN: usize = 8;
 
 pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    if args.subject.inject.iter().any(|i| i == "list") {
-        list_faults(&args.subject, out)?;
+    if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
     }
     if let Some(path) = &args.subject.baseline {
@@ -41,16 +40,11 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     };
     let device = device_name(&args.subject, &subject);
     if args.subject.model.json {
-        serde_json::to_writer_pretty(&mut *out, &document(&subject, &device, &found))?;
-        writeln!(out)?;
+        write_json(out, &document(&subject, &device, &found))?;
     } else {
         print(&subject, &device, &found, args.subject.rows, out)?;
     }
-    Ok(match found.verdict {
-        Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
-        Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
-        _ => Exit::Ok,
-    })
+    Ok(found.verdict.into())
 }
 
 fn kind(culprit: &Culprit) -> &str {
@@ -98,9 +92,7 @@ fn print(subject: &Subject, device: &str, found: &Bisection, asked: usize, out: 
         Some(e) => {
             add("site", &e.site);
             add("explanation", &e.statement);
-            let what =
-                if e.of_data { "the data; the operation itself is right" } else { "the operation; its data is right" };
-            add("fault of", what);
+            add("fault of", e.of.text());
             match e.by_bytes {
                 true => {
                     add("fit", "sums overflow, so values cannot decide; the device holds exactly the predicted bytes")
@@ -164,7 +156,7 @@ fn document(subject: &Subject, device: &str, found: &Bisection) -> Json {
             "explanation": c.explanation.as_ref().map(|e| json!({
                 "site": e.site, "statement": e.statement, "ranks": e.ranks,
                 "rho": number(e.rho.0), "limit": e.rho.1,
-                "of_data": e.of_data, "by_bytes": e.by_bytes, "overturned_by": e.overturn,
+                "of_data": e.of == Blame::Data, "by_bytes": e.by_bytes, "overturned_by": e.overturn,
             })),
             "fits_as_well": c.also,
             "ruled_out": c.ruled_out.iter()

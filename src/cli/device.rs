@@ -3,12 +3,13 @@
 use super::CliError;
 use super::args::{DeviceArg, DeviceArgs, RecipeArg};
 #[cfg(feature = "cuda")]
-use crate::device::cuda::{CudaBackend, cubin::Cubins, gpu};
+use crate::device::Recipe;
 #[cfg(feature = "cuda")]
-use crate::device::recipe::Recipe;
-use crate::diagnose::faults::decorate::{Decorations, FaultyEngines};
-use crate::engine::{Backend, CpuBackend};
-use crate::verify::{Engines, PlainEngines};
+use crate::device::cuda::{cubin::Cubins, gpu};
+#[cfg(feature = "cuda")]
+use crate::engine::backend::CudaBackend;
+use crate::engine::{Backend, CpuBackend, Engines};
+use crate::faults::decorate::{Decorations, FaultyEngines};
 
 /// The kinds of devices that this build has, ready to be used.
 pub(super) enum Chosen {
@@ -29,7 +30,7 @@ pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
         (DeviceArg::Cpu, _) if args.kernels_dir.is_some() => {
             Err(CliError::Usage("--kernels-dir: expected --device cuda; the CPU device has no kernels".into()))
         }
-        (DeviceArg::Cpu, RecipeArg::Strict) => Ok(Chosen::Cpu(CpuBackend)),
+        (DeviceArg::Cpu, RecipeArg::Strict) => Ok(Chosen::Cpu(CpuBackend::default())),
         (DeviceArg::Cpu, RecipeArg::Fast) => {
             Err(CliError::Usage("--recipe fast: expected strict, the only recipe of the CPU device".into()))
         }
@@ -69,7 +70,7 @@ pub(super) fn engines(args: &DeviceArgs, faults: Option<Decorations>) -> Result<
 
 fn engines_on<B: Backend + 'static>(backend: B, faults: Option<Decorations>) -> Box<dyn Engines> {
     match faults {
-        None => Box::new(PlainEngines(backend)),
+        None => Box::new(backend),
         Some(faults) => Box::new(FaultyEngines(backend, faults)),
     }
 }

@@ -7,30 +7,24 @@ use serde_json::json;
 use super::args::{DeviceArg, DoctorArgs};
 #[cfg(feature = "cuda")]
 use super::subject::Bar;
-use super::{CliError, Exit};
+use super::{CliError, Exit, write_json};
 use crate::doctor::{Finding, host};
+use crate::report::Verdict;
 use crate::report::table::table;
-use crate::verify::Verdict;
 
 pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let mut findings = host::findings();
     let (more, missing) = gpus(args)?;
     findings.extend(more);
     let worst = findings.iter().map(|f| f.check.verdict).max().unwrap_or(Verdict::Unmeasured);
-    let exit = match worst {
-        _ if missing.is_some() => Exit::Usage,
-        Verdict::Host | Verdict::Divergent | Verdict::Nondeterministic => Exit::Fault,
-        Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
-        Verdict::NotApplicable | Verdict::Match | Verdict::Drift => Exit::Ok,
-    };
+    let exit = if missing.is_some() { Exit::Usage } else { worst.into() };
     if args.json {
         let document = json!({
             "verdict": worst.name(), "exit": exit.code(), "quick": args.quick,
             "device": args.device.as_ref().map(DeviceArg::to_string),
             "checks": findings.iter().map(Finding::json).collect::<Vec<_>>(),
         });
-        serde_json::to_writer_pretty(&mut *out, &document)?;
-        writeln!(out)?;
+        write_json(out, &document)?;
     } else {
         print(&findings, worst, out)?;
     }

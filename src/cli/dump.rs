@@ -7,16 +7,15 @@ use regex::Regex;
 use serde_json::json;
 
 use super::args::DumpArgs;
-use super::subject::{engines, list_faults, subject};
-use super::{CliError, Exit};
+use super::subject::{engines, lists_faults, subject};
+use super::{CliError, Exit, write_json};
 use crate::model::{Config, Place, Point};
 use crate::probe::capture::Filter;
 use crate::probe::dump::{self, Meta};
 use crate::verify::subject::{points_of, run_prompt};
 
 pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    if args.subject.inject.iter().any(|i| i == "list") {
-        list_faults(&args.subject, out)?;
+    if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
     }
     for (flag, given) in [("--baseline", &args.subject.baseline), ("--target", &args.subject.target)] {
@@ -69,8 +68,7 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
             "out": args.out.display().to_string(), "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
             "attention": trace.attention.name(), "digest": meta.digest, "device": device, "recipe": meta.recipe,
         });
-        serde_json::to_writer_pretty(&mut *out, &document)?;
-        writeln!(out)?;
+        write_json(out, &document)?;
     } else {
         let (path, n, tokens) = (args.out.display(), places.len(), trace.ids.len());
         let attention = trace.attention.name();

@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::args::GenerateArgs;
-use super::{CliError, Exit, device, options};
+use super::{CliError, Exit, device, options, write_json};
 use crate::checkpoint::Checkpoint;
 use crate::engine::generate::generate;
 use crate::engine::sampler::Sampling;
@@ -70,11 +70,10 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         let document = json!({
             "model": checkpoint.name(), "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
             "attention": engine.options().attention.name(), "tp": engine.tp(), "seed": args.seed,
-            "device": args.device.device.to_string(), "recipe": engines.recipe().name(),
+            "device": args.device.device.to_string(), "recipe": engines.backend().recipe().name(),
             "prefill_seconds": prefill.as_secs_f64(), "decode_tokens_per_second": decode,
         });
-        serde_json::to_writer_pretty(&mut *out, &document)?;
-        writeln!(out)?;
+        write_json(out, &document)?;
     } else {
         writeln!(out, "{rest}")?;
         out.flush()?; // the note goes to the other stream, and comes behind the text
@@ -88,7 +87,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
             engine.options().attention.name(),
             engine.tp(),
             args.device.device,
-            engines.recipe().name()
+            engines.backend().recipe().name()
         )?;
     }
     Ok(Exit::Ok)

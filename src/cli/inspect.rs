@@ -6,13 +6,14 @@ use std::io::Write;
 use serde_json::{Value as Json, json};
 
 use super::args::InspectArgs;
-use super::{CliError, Exit};
+use super::{CliError, Exit, write_json};
 use crate::checkpoint::coverage::{ShapeFault, Unbound};
 use crate::checkpoint::{Binding, Checkpoint, Coverage, Mtp};
-use crate::model::{Kind, Param};
+use crate::model::{self, Kind, Param};
 use crate::report::table::{bytes, ranges, table};
 use crate::shard::budget::{Budget, Line};
 use crate::shard::{Group, ShardPlan, TpPlan};
+use crate::verify::file::plural;
 
 pub(super) fn run(args: &InspectArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
@@ -23,8 +24,7 @@ pub(super) fn run(args: &InspectArgs, out: &mut dyn Write) -> Result<Exit, CliEr
         budget.strict_blocks(&plan)?;
     }
     if args.model.json {
-        serde_json::to_writer_pretty(&mut *out, &document(&checkpoint, &plan, budget.as_ref()))?;
-        writeln!(out)?;
+        write_json(out, &document(&checkpoint, &plan, budget.as_ref()))?;
     } else {
         print(&checkpoint, &plan, budget.as_ref(), args.all, out)?;
         if let Some(why) = no_plan {
@@ -62,11 +62,6 @@ fn conclusion(coverage: &Coverage) -> &'static str {
     }
 }
 
-/// `1 file`, `2 files`.
-fn count(n: usize, noun: &str) -> String {
-    if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") }
-}
-
 /// How the key-value up-projection is stored: a word for machines, and what follows from it.
 fn kv_b(checkpoint: &Checkpoint) -> (&'static str, String) {
     let c = checkpoint.config();
@@ -91,13 +86,14 @@ fn kv_b(checkpoint: &Checkpoint) -> (&'static str, String) {
 /// A GGUF with a whole kv_b whose metadata describes the split form is the work of two converters.
 fn two_layouts(checkpoint: &Checkpoint) -> String {
     let keys = ["head_count_kv", "key_length", "value_length", "key_length_mla", "value_length_mla"];
-    let found = keys.map(|k| (k, checkpoint.source().metadata().get(&format!("glm-dsa.attention.{k}"))));
+    let prefix = model::key("attention.");
+    let found = keys.map(|k| (k, checkpoint.source().metadata().get(&format!("{prefix}{k}"))));
     if !matches!(found[3], (_, Some(_))) {
         return String::new();
     }
     let values = found.iter().filter_map(|(k, v)| v.map(|v| format!("{k} {v}"))).collect::<Vec<_>>();
     format!(
-        "\n  note: tensors and metadata describe two layouts. attn_kv_b is whole, but under glm-dsa.attention.\n  \
+        "\n  note: tensors and metadata describe two layouts. attn_kv_b is whole, but under {prefix}\n  \
          {} say split.\n  The tensor's shape is used; compare with a baseline before trusting it.",
         values.join(", ")
     )
@@ -148,17 +144,12 @@ fn by_kind(lines: &[Line]) -> Vec<KindRow<'_>> {
     let mut rows: Vec<KindRow<'_>> = Vec::new();
     for line in lines {
         let key = |l: &Line| (l.param.kind, l.ty, l.dequantised_from, l.covering);
-        let same = |r: &&mut KindRow<'_>| key(r.first) == key(line);
-        let row = match rows.iter_mut().find(same) {
-            Some(row) => row,
-            None => {
-                rows.push(KindRow { first: line, layers: Vec::new(), whole: 0, most: 0, all: 0 });
-                match rows.last_mut() {
-                    Some(row) => row,
-                    None => continue,
-                }
-            }
-        };
+        let same = |r: &KindRow<'_>| key(r.first) == key(line);
+        let at = rows.iter().position(same).unwrap_or_else(|| {
+            rows.push(KindRow { first: line, layers: Vec::new(), whole: 0, most: 0, all: 0 });
+            rows.len() - 1
+        });
+        let row = &mut rows[at];
         row.layers.extend(line.param.layer);
         row.whole += line.whole;
         row.most += line.per_rank.iter().max().copied().unwrap_or(0);
@@ -183,7 +174,7 @@ fn print(
     writeln!(out, "{}{own_name}", checkpoint.name())?;
     if let Some(gguf) = checkpoint.source().gguf() {
         let total: u64 = gguf.files().map(|(_, size)| size).sum();
-        writeln!(out, "GGUF version {}, {} in {}", gguf.version(), bytes(total), count(gguf.files().count(), "file"))?;
+        writeln!(out, "GGUF version {}, {} in {}", gguf.version(), bytes(total), plural(gguf.files().count(), "file"))?;
         for warning in gguf.warnings() {
             writeln!(out, "note: {warning}")?;
         }
@@ -201,7 +192,7 @@ fn print(
         writeln!(
             out,
             "  lacks {}: {lacks}{}",
-            count(coverage.mtp_missing.len(), "tensor"),
+            plural(coverage.mtp_missing.len(), "tensor"),
             more(&coverage.mtp_missing, 4)
         )?;
     }
@@ -308,7 +299,7 @@ fn print_coverage(checkpoint: &Checkpoint, out: &mut dyn Write) -> std::io::Resu
     }
     for (family, members) in &families {
         let near = members[0].nearest.as_ref();
-        let near = near.map_or("nothing is near".into(), |(n, d)| format!("nearest: {n}, {}", count(*d, "edit")));
+        let near = near.map_or("nothing is near".into(), |(n, d)| format!("nearest: {n}, {}", plural(*d, "edit")));
         match members.len() {
             1 => writeln!(out, "  UNBOUND {} ({near})", members[0].tensor)?,
             n => writeln!(out, "  UNBOUND {n} tensors under {family} (first: {}; {near})", members[0].tensor)?,
@@ -379,7 +370,7 @@ fn layers(params: impl Iterator<Item = Param>) -> String {
     }
 }
 
-/// The `--json` document; its schema is `inspect.schema.json` beside this file.
+/// The `--json` document; its schema is `docs/schemas/inspect.json`.
 fn document(checkpoint: &Checkpoint, plan: &TpPlan, budget: Option<&Budget>) -> Json {
     let (c, coverage) = (checkpoint.config(), checkpoint.coverage());
     let files: Vec<Json> = checkpoint.source().gguf().map_or(Vec::new(), |g| {

@@ -9,7 +9,7 @@ use regex::Regex;
 use serde_json::json;
 
 use super::args::{KernelsAction, KernelsArgs};
-use super::{CliError, Exit};
+use super::{CliError, Exit, write_json};
 use crate::device::cuda::cubin::{Built, CubinError, Cubins, modules, nvrtc_version};
 use crate::report::table::{bytes, table};
 
@@ -30,11 +30,7 @@ fn list(json: bool, out: &mut dyn Write) -> Result<Exit, CliError> {
     if json {
         let unit = |u: &lockstep_kernels::Unit| json!({ "unit": u.name, "typed": u.typed, "kernels": u.kernels });
         let units: Vec<_> = UNITS.iter().map(unit).collect();
-        serde_json::to_writer_pretty(
-            &mut *out,
-            &json!({ "archs": ARCHS, "types": lockstep_kernels::TYPES, "units": units }),
-        )?;
-        writeln!(out)?;
+        write_json(out, &json!({ "archs": ARCHS, "types": lockstep_kernels::TYPES, "units": units }))?;
         return Ok(Exit::Ok);
     }
     let mut t = table(&["module", "kernels"]);
@@ -100,8 +96,7 @@ fn build(
             "nvrtc": nvrtc, "cache": cubins.cache.display().to_string(), "seconds": seconds, "compiled": compiled,
             "modules": built.iter().map(module).collect::<Vec<_>>(),
         });
-        serde_json::to_writer_pretty(&mut *out, &document)?;
-        writeln!(out)?;
+        write_json(out, &document)?;
     } else {
         let total: usize = built.iter().map(|b| b.bytes).sum();
         writeln!(

@@ -17,9 +17,10 @@ mod verify;
 use std::io::Write;
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::diagnose::faults::InjectError;
 use crate::engine::{Attention, EngineError, Options};
+use crate::faults::InjectError;
 use crate::probe::dump::DumpError;
+use crate::report::Verdict;
 use crate::shard::ShardError;
 use crate::synth::SynthError;
 use crate::tokenize::TokenizeError;
@@ -47,6 +48,16 @@ impl Exit {
             Exit::Fault => 1,
             Exit::Usage => 2,
             Exit::Unmeasured => 3,
+        }
+    }
+}
+
+impl From<Verdict> for Exit {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Verdict::Host | Verdict::Divergent | Verdict::Nondeterministic => Exit::Fault,
+            Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
+            Verdict::NotApplicable | Verdict::Match | Verdict::Drift => Exit::Ok,
         }
     }
 }
@@ -96,6 +107,11 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
         #[cfg(feature = "cuda")]
         Command::Kernels(args) => kernels::run(&args, out),
     }
+}
+
+fn write_json(out: &mut dyn Write, document: &impl serde::Serialize) -> Result<(), CliError> {
+    serde_json::to_writer_pretty(&mut *out, document)?;
+    Ok(writeln!(out)?)
 }
 
 /// The engine's options for one sequence, as typed.

@@ -8,14 +8,17 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use super::args::SubjectArgs;
-use super::{CliError, attention, device};
+use super::{CliError, attention, device, write_json};
 use crate::checkpoint::Checkpoint;
-use crate::diagnose::faults::decorate::Decorations;
-use crate::diagnose::faults::{CATALOGUE, Injection, inject};
+use crate::engine::Engines;
 use crate::engine::Recipe;
+use crate::faults::decorate::Decorations;
+use crate::faults::{CATALOGUE, Injection, Target, inject};
 use crate::probe::dump;
+use crate::report::Progress;
+use crate::synth::Random;
 use crate::tokenize::Tokenizer;
-use crate::verify::{Engines, Progress, Subject};
+use crate::verify::Subject;
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -41,11 +44,17 @@ pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> 
         return device::engines(&args.device, None);
     }
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
+    crate::shard::TpPlan::new(checkpoint.config(), degree(args))?; // a degree that cannot be has no sites
     let mut faults = Decorations::default();
     for typed in &args.inject {
-        inject(&checkpoint, degree(args), &Injection::parse(typed)?, &mut faults)?;
+        inject(&target(args, &checkpoint), &Injection::parse(typed)?, &mut faults)?;
     }
     device::engines(&args.device, Some(faults))
+}
+
+/// What faults are put into.
+fn target<'a>(args: &SubjectArgs, checkpoint: &'a Checkpoint) -> Target<'a> {
+    Target { checkpoint, tp: degree(args), attention: attention(args.attention) }
 }
 
 /// What the judged run ran on, as typed; a dump may say so.
@@ -56,28 +65,32 @@ pub(super) fn device_name(args: &SubjectArgs, subject: &Subject) -> String {
     }
 }
 
-/// Prints every kind and where it can be injected.
-pub(super) fn list_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<(), CliError> {
+/// True for `--inject list`: then every kind is printed, and where it can be injected.
+pub(super) fn lists_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<bool, CliError> {
+    if !args.inject.iter().any(|i| i == "list") {
+        return Ok(false);
+    }
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
-    let tp = degree(args);
+    crate::shard::TpPlan::new(checkpoint.config(), degree(args))?;
+    let target = target(args, &checkpoint);
+    let tp = target.tp;
     if args.model.json {
         let faults = CATALOGUE.iter().map(|fault| {
-            let sites: Vec<String> = fault.sites(&checkpoint, tp).iter().map(ToString::to_string).collect();
-            json!({ "kind": fault.kind(), "about": fault.about(), "tp": tp, "sites": sites })
+            let sites: Vec<String> = (fault.sites)(&target).iter().map(ToString::to_string).collect();
+            json!({ "kind": fault.kind, "about": fault.about, "tp": tp, "sites": sites })
         });
         let faults: Vec<serde_json::Value> = faults.collect();
-        serde_json::to_writer_pretty(&mut *out, &faults)?;
-        writeln!(out)?;
-        return Ok(());
+        write_json(out, &faults)?;
+        return Ok(true);
     }
     for fault in CATALOGUE {
-        let sites = fault.sites(&checkpoint, tp);
-        writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind(), fault.about(), sites.len())?;
+        let sites = (fault.sites)(&target);
+        writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind, fault.about, sites.len())?;
         for site in sites {
-            writeln!(out, "  {}@{site}", fault.kind())?;
+            writeln!(out, "  {}@{site}", fault.kind)?;
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Builds the subject.
@@ -94,7 +107,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     if let Some(t) = &target {
         same_model(&checkpoint, t)?;
     }
-    let recipe = target.as_ref().map_or(Ok(engines.recipe()), recipe_of_dump)?;
+    let recipe = target.as_ref().map_or(Ok(engines.backend().recipe()), recipe_of_dump)?;
     let target = target.map(|t| t.trace);
     let vocab = checkpoint.config().vocab;
     if let Some(id) = target.iter().flat_map(|t| &t.ids).find(|id| **id as usize >= vocab) {
@@ -188,14 +201,14 @@ fn prompt(checkpoint: &Checkpoint, args: &SubjectArgs) -> Result<(Vec<u32>, Stri
             return Ok((ids, format!("{wanted} tokens of built-in text")));
         }
     }
-    let mut random = SplitMix(args.seed);
+    let mut random = Random(args.seed);
     let ids = (0..wanted).map(|_| (random.next() % c.vocab as u64) as u32).collect();
     Ok((ids, format!("{wanted} random ids of seed {} (the model has no usable tokenizer)", args.seed)))
 }
 
 /// `n` distinct rows of `0..tokens`, ascending, the last always among them.
 fn sample_rows(tokens: usize, n: usize, seed: u64) -> Vec<usize> {
-    let mut random = SplitMix(seed ^ 0x5eed);
+    let mut random = Random(seed ^ 0x5eed);
     let mut rows = vec![tokens - 1];
     while rows.len() < n.clamp(1, tokens) {
         let row = (random.next() % tokens as u64) as usize;
@@ -205,19 +218,6 @@ fn sample_rows(tokens: usize, n: usize, seed: u64) -> Vec<usize> {
     }
     rows.sort_unstable();
     rows
-}
-
-/// splitmix64: a fixed stream per seed.
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
 }
 
 /// `0,3-5` as a sorted list.

@@ -7,11 +7,11 @@ use serde_json::json;
 
 use super::args::SynthArgs;
 use super::subject::Bar;
-use super::{CliError, Exit};
+use super::{CliError, Exit, write_json};
 use crate::quant::QuantType;
+use crate::report::Progress;
 use crate::report::table::bytes;
 use crate::synth::{self, GLM5, SMALL, Spec, Written};
-use crate::verify::Progress;
 
 pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let spec = spec(args)?;
@@ -27,8 +27,7 @@ pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliErro
             "layers": spec.layers, "dense_layers": spec.dense_layers, "experts": spec.widths.experts, "top_k": spec.widths.top_k,
             "vocab": spec.widths.vocab, "seed": spec.seed,
         });
-        serde_json::to_writer_pretty(&mut *out, &document)?;
-        writeln!(out)?;
+        write_json(out, &document)?;
     } else {
         let (path, speed) = (args.out.display(), size as f64 / 1e6 / seconds);
         let (layers, dense, experts) = (spec.layers, spec.dense_layers, spec.widths.experts);

@@ -6,31 +6,51 @@ use std::time::Instant;
 use serde_json::json;
 
 use super::args::{StageArg, VerifyArgs};
-use super::subject::{Bar, device_name, engines, list_faults, subject};
-use super::{CliError, Exit};
-use crate::report::table::table;
+use super::subject::{Bar, device_name, engines, lists_faults, subject};
+use super::{CliError, Exit, write_json};
 #[cfg(feature = "cuda")]
-use crate::verify::kernels;
-use crate::verify::{
-    Check, Progress, StageReport, Subject, Verdict, VerifyError, activations, asks, file, host, invariants, logits,
-    tokenizer, weights,
-};
+use crate::doctor;
+use crate::report::table::table;
+use crate::report::{Check, Progress, StageReport, Verdict};
+#[cfg(feature = "cuda")]
+use crate::verify::kernels::run as kernels;
+use crate::verify::{Subject, VerifyError, activations, asks, file, invariants, logits, tokenizer, weights};
+
+type Stage = fn(&Subject, &dyn Progress) -> Result<StageReport, VerifyError>;
 
 /// The stages in order of certainty.
-const ORDER: [StageArg; 8] = [
-    StageArg::Host,
-    StageArg::File,
-    StageArg::Tokenizer,
-    StageArg::Weights,
-    StageArg::Kernels,
-    StageArg::Activations,
-    StageArg::Invariants,
-    StageArg::Logits,
+const STAGES: [(StageArg, &str, Stage); 8] = [
+    (StageArg::Host, "host", host),
+    (StageArg::File, "file", file::run),
+    (StageArg::Tokenizer, "tokenizer", tokenizer::run),
+    (StageArg::Weights, "weights", weights::run),
+    (StageArg::Kernels, "kernels", kernels),
+    (StageArg::Activations, "activations", activations::run),
+    (StageArg::Invariants, "invariants", invariants::run),
+    (StageArg::Logits, "logits", logits::run),
 ];
 
+#[cfg(feature = "cuda")]
+fn host(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
+    crate::verify::host::run(subject, |gpus, cubins| {
+        let request = doctor::gpus::Request { gpus, cubins, quick: true };
+        let found = doctor::host::findings().into_iter().chain(doctor::gpus::run(&request, progress));
+        found.map(|f| f.check).collect()
+    })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn host(_: &Subject, _: &dyn Progress) -> Result<StageReport, VerifyError> {
+    Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads"))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn kernels(_: &Subject, _: &dyn Progress) -> Result<StageReport, VerifyError> {
+    Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own"))
+}
+
 pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    if args.subject.inject.iter().any(|i| i == "list") {
-        list_faults(&args.subject, out)?;
+    if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
     }
     let mut subject = subject(&args.subject, engines(&args.subject)?)?;
@@ -39,7 +59,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     }
     let subject = subject;
     let mut reports = Vec::new();
-    for stage in ORDER {
+    for (stage, name, run) in STAGES {
         if args.stages.is_empty() || args.stages.contains(&stage) {
             let start = Instant::now();
             let bar = Bar::new();
@@ -47,12 +67,12 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
             let host = |r: &StageReport| r.verdict() == Verdict::Host;
             if reports.iter().any(host) {
                 let why = "this machine copies or adds wrongly (stage host), so that nothing else is judged";
-                reports.push(StageReport::unmeasured(name(stage), why));
+                reports.push(StageReport::unmeasured(name, why));
                 continue;
             }
-            let mut report = match run_stage(stage, &subject, &bar) {
+            let mut report = match run(&subject, &bar) {
                 // What was found before says why this stage cannot run; it must not be lost.
-                Err(e) if reports.iter().any(faulty) => StageReport::unmeasured(name(stage), e.to_string()),
+                Err(e) if reports.iter().any(faulty) => StageReport::unmeasured(name, e.to_string()),
                 other => other?,
             };
             report.seconds = start.elapsed().as_secs_f64();
@@ -62,44 +82,11 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     let exit = exit_of(&reports, args);
     let device = device_name(&args.subject, &subject);
     if args.subject.model.json {
-        serde_json::to_writer_pretty(&mut *out, &document(&subject, &device, &reports, exit))?;
-        writeln!(out)?;
+        write_json(out, &document(&subject, &device, &reports, exit))?;
     } else {
         print(&subject, &device, &reports, args.all, exit, out)?;
     }
     Ok(exit)
-}
-
-fn name(stage: StageArg) -> &'static str {
-    match stage {
-        StageArg::Host => "host",
-        StageArg::File => "file",
-        StageArg::Tokenizer => "tokenizer",
-        StageArg::Weights => "weights",
-        StageArg::Kernels => "kernels",
-        StageArg::Activations => "activations",
-        StageArg::Invariants => "invariants",
-        StageArg::Logits => "logits",
-    }
-}
-
-fn run_stage(stage: StageArg, subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
-    match stage {
-        StageArg::Host => host::run(subject, progress),
-        #[cfg(feature = "cuda")]
-        StageArg::Kernels => kernels::run(subject, progress),
-        #[cfg(not(feature = "cuda"))]
-        StageArg::Kernels => Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own")),
-        StageArg::File => file::run(subject, progress),
-        StageArg::Tokenizer => tokenizer::run(subject, progress),
-        StageArg::Weights if subject.target.is_some() => {
-            Ok(StageReport::not_applicable("weights", "a dump is judged, and it holds no weights"))
-        }
-        StageArg::Weights => weights::run(subject, progress),
-        StageArg::Activations => activations::run(subject, progress),
-        StageArg::Invariants => invariants::run(subject, progress),
-        StageArg::Logits => logits::run(subject, progress),
-    }
 }
 
 /// The exit code: a fault beats what was not measured, which beats success.
@@ -108,12 +95,10 @@ fn exit_of(reports: &[StageReport], args: &VerifyArgs) -> Exit {
     let drift = reports.iter().any(|r| r.checks.iter().any(|c| c.verdict == Verdict::Drift));
     // A stage that was asked for by name and cannot apply was not shown.
     let named_na = !args.stages.is_empty() && reports.iter().any(|r| r.verdict() == Verdict::NotApplicable);
-    match worst {
-        Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => Exit::Fault,
+    match Exit::from(worst) {
         _ if args.strict && drift => Exit::Fault,
-        Verdict::Unmeasured | Verdict::Inactive => Exit::Unmeasured,
-        _ if named_na => Exit::Unmeasured,
-        _ => Exit::Ok,
+        Exit::Ok if named_na => Exit::Unmeasured,
+        exit => exit,
     }
 }
 

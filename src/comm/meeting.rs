@@ -1,5 +1,6 @@
 //! A place where rank threads meet: they park while they wait, never spin, and give up together when one does not come.
 
+use std::fmt::Display;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -42,7 +43,7 @@ impl Meeting {
     pub fn wait(
         &self,
         rank: usize,
-        site: impl std::fmt::Display,
+        site: impl Display,
         last: impl FnOnce() -> Result<(), String>,
     ) -> Result<(), CommError> {
         let mut state = self.lock();

@@ -1,20 +1,12 @@
-//! Where ranks meet. A collective is exact in its order: partial sums are added in rank order in f32, so that every
-//! rank holds the same bits.
+//! Where ranks meet. They meet in collectives only; a rank that does not come is named, and a rank that fails takes the
+//! others out with it.
 
 pub mod meeting;
-#[cfg(feature = "cuda")]
-pub mod nccl;
-#[cfg(feature = "cuda")]
-pub mod shared_gpu;
-mod threads;
-pub mod timed;
+pub mod threads;
 
 pub use threads::Threads;
 
 use std::time::Duration;
-
-use crate::device::Device;
-use crate::model::Place;
 
 /// A meeting that failed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -30,44 +22,10 @@ pub enum CommError {
     Device { rank: usize, site: String, reason: String },
 }
 
-/// Collective operations over the buffers of device `D`. Decorated by fault injection.
-pub trait Collective<D: Device>: Send + Sync {
+/// A way for ranks to meet.
+pub trait Collective: Send + Sync {
     /// Number of ranks.
     fn tp(&self) -> usize;
-    /// Adds `[n][width]` of every rank's `buf` in rank order; every rank receives the sum.
-    ///
-    /// # Errors
-    /// A rank that does not come in time, that gave up, or that brings another size.
-    fn all_reduce(
-        &self,
-        rank: usize,
-        site: Place,
-        device: &D,
-        buf: &mut D::Buf,
-        n: usize,
-        width: usize,
-    ) -> Result<(), CommError>;
-    /// Lets every rank see what each has found by [`Device::best`] for `n` rows.
-    ///
-    /// # Errors
-    /// As [`Collective::all_reduce`].
-    fn share_best(&self, _rank: usize, _site: Place, _device: &D, _n: usize) -> Result<(), CommError> {
-        Ok(())
-    }
     /// Wakes every waiting rank with an error; later meetings fail too.
     fn abort(&self, reason: &str);
-}
-
-/// One rank alone: there is nobody to meet.
-#[derive(Debug, Default)]
-pub struct Solo;
-
-impl<D: Device> Collective<D> for Solo {
-    fn tp(&self) -> usize {
-        1
-    }
-    fn all_reduce(&self, _: usize, _: Place, _: &D, _: &mut D::Buf, _: usize, _: usize) -> Result<(), CommError> {
-        Ok(())
-    }
-    fn abort(&self, _: &str) {}
 }

@@ -1,14 +1,13 @@
 //! Ranks as threads of one process. They park while they wait, never spin, and never wait inside a rayon worker.
 
+use std::fmt::Display;
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
 use super::meeting::Meeting;
 use super::{Collective, CommError};
-use crate::device::Device;
-use crate::model::Place;
 
-/// CPU ranks: each brings its contribution, and all add them up in rank order.
+/// CPU ranks: each brings its contribution, and every one adds them up, or reads them, in rank order.
 pub struct Threads {
     meeting: Meeting,
     /// Each rank's contribution to the current meeting.
@@ -20,46 +19,39 @@ impl Threads {
     pub fn new(tp: usize, timeout: Duration) -> Self {
         Threads { meeting: Meeting::new(tp, timeout), slots: (0..tp).map(|_| RwLock::new(Vec::new())).collect() }
     }
-}
 
-impl<D: Device> Collective<D> for Threads {
-    fn tp(&self) -> usize {
-        self.slots.len()
-    }
-
-    fn all_reduce(
+    /// Brings `own` and hands every rank's contribution, its own among them, to `each`, in rank order. All bring as many
+    /// values.
+    ///
+    /// # Errors
+    /// A rank that does not come in time, that gave up, or that brings another size.
+    pub fn exchange(
         &self,
         rank: usize,
-        site: Place,
-        device: &D,
-        buf: &mut D::Buf,
-        n: usize,
-        width: usize,
+        site: impl Display,
+        own: Vec<f32>,
+        mut each: impl FnMut(usize, &[f32]),
     ) -> Result<(), CommError> {
-        let failed = |e: crate::device::DeviceError| {
-            let error = CommError::Device { rank, site: site.to_string(), reason: e.to_string() };
-            self.meeting.abort(&error.to_string());
-            error
-        };
-        let own = device.read(buf, n, 0..width).map_err(failed)?;
+        let expected = own.len();
         *self.slots[rank].write().unwrap_or_else(PoisonError::into_inner) = own;
-        self.meeting.wait(rank, site, || Ok(()))?;
-        let mut sum = vec![0.0f32; n * width];
-        for slot in &self.slots {
+        self.meeting.wait(rank, &site, || Ok(()))?;
+        for (other, slot) in self.slots.iter().enumerate() {
             let part = slot.read().unwrap_or_else(PoisonError::into_inner);
-            if part.len() != sum.len() {
-                let (expected, found) = (sum.len(), part.len());
-                let error = CommError::Mismatch { rank, site: site.to_string(), expected, found };
-                self.meeting.abort(&error.to_string());
+            if part.len() != expected {
+                let error = CommError::Mismatch { rank, site: site.to_string(), expected, found: part.len() };
+                self.abort(&error.to_string());
                 return Err(error);
             }
-            for (s, p) in sum.iter_mut().zip(part.iter()) {
-                *s += p;
-            }
+            each(other, &part);
         }
         // Nobody may overwrite a slot that another rank still reads.
-        self.meeting.wait(rank, site, || Ok(()))?;
-        device.write(buf, n, 0..width, &sum).map_err(failed)
+        self.meeting.wait(rank, site, || Ok(()))
+    }
+}
+
+impl Collective for Threads {
+    fn tp(&self) -> usize {
+        self.slots.len()
     }
 
     fn abort(&self, reason: &str) {

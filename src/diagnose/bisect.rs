@@ -8,20 +8,43 @@ use std::collections::BTreeMap;
 
 use lockstep_reference::{ModelWeights, Param as RefParam, RefConfig};
 
-use super::faults::CATALOGUE;
+use super::explain::EXPLANATIONS;
 use super::hypothesis::{Alter, OpContext, Residual};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::Engine;
 use crate::model::place::Unit;
 use crate::model::{Layout, Place, params};
 use crate::probe::{Digest, Probe, Trace};
-use crate::verify::activations::{eps_of, expected_places, for_traces, judge_of, sparse_activity};
+use crate::report::{Progress, Verdict};
+use crate::verify::activations::{eps_of, expected_places, for_traces, judge_of, judge_runs, sparse_activity};
 use crate::verify::floor::{LEAST_VALUES, limit};
-use crate::verify::op::{OpFinding, judge_op};
+use crate::verify::op::OpFinding;
 use crate::verify::pairing::reference_of;
 use crate::verify::replay::Seen;
 use crate::verify::subject::{points_of, run_prompt_with};
-use crate::verify::{Progress, Subject, Verdict, VerifyError};
+use crate::verify::{Subject, VerifyError};
+
+/// Whose fault something is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blame {
+    /// The parameters'.
+    Data,
+    /// The settings'.
+    Configuration,
+    /// The operation's own.
+    Operation,
+}
+
+impl Blame {
+    /// In words.
+    pub fn text(self) -> &'static str {
+        match self {
+            Blame::Data => "the data; the operation itself is right",
+            Blame::Configuration => "the configuration; the operation itself is right",
+            Blame::Operation => "the operation; its data is right",
+        }
+    }
+}
 
 /// An explanation that fits.
 #[derive(Clone, Debug)]
@@ -38,8 +61,8 @@ pub struct Explanation {
     pub overturn: String,
     /// Residual under the hypothesis, in its own floors, and the limit.
     pub rho: (f64, f64),
-    /// True for faults of the data, false for faults of an operation.
-    pub of_data: bool,
+    /// Whose fault it is.
+    pub of: Blame,
     /// True where no finite value was left and the bytes read back from the device decided.
     pub by_bytes: bool,
 }
@@ -112,12 +135,12 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
     let weights = ModelWeights::new(&raw, &config);
     let (mut culprit, mut others, mut judged, mut unmeasured) = (None, Vec::new(), 0, 0);
     let mut seen: Vec<OpFinding> = Vec::new();
-    for_traces(subject, &mut |trace| {
-        let every: Vec<usize> = (0..trace.ids.len()).collect();
-        let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
-        for place in expected_places(&judge, trace, subject) {
+    for_traces(subject, &mut |traces| {
+        let every: Vec<usize> = (0..subject.ids.len()).collect();
+        let judge = judge_of(&config, &weights, subject.recipe, traces[0], &subject.rows, &every);
+        for place in expected_places(&judge, traces[0], subject) {
             progress.at("bisect: layers replayed", place.layer().map_or(0, |l| l + 1), config.layers);
-            let finding = judge_op(&judge, trace, place, subject)?;
+            let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
             judged += usize::from(finding.verdict != Verdict::NotApplicable);
             unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
             if finding.verdict != Verdict::Divergent {
@@ -157,7 +180,7 @@ fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<S
     for i in 0..3 {
         progress.at("bisect: same input three times", i, 3);
         let listen = || Box::new(Digest::new(points_of(subject.layers.clone()))) as Box<dyn Probe>;
-        let (trace, _) = run_prompt_with(&mut engine, &subject.ids, &listen)?;
+        let (trace, _) = run_prompt_with(&mut engine, &subject.ids, false, &listen)?;
         let Some(first) = &first else {
             first = Some(trace);
             continue;
@@ -216,7 +239,7 @@ fn nonfinite(op: &OpContext<'_>) -> usize {
 fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, param: RefParam) -> Option<Vec<u8>> {
     let all = params::of_trunk(subject.checkpoint.config());
     let own = all.into_iter().find(|p| reference_of(p.kind) == param && (p.layer == layer || p.layer.is_none()))?;
-    engine.read_weight(rank, own).ok()
+    engine.read_weight(rank, own).ok().map(|(bytes, _)| bytes)
 }
 
 fn explain(
@@ -230,9 +253,9 @@ fn explain(
     let mut engine: Option<Engine> = None;
     let overflows = nonfinite(op);
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
-    for (i, fault) in CATALOGUE.iter().enumerate() {
-        progress.at("bisect: hypotheses", i, CATALOGUE.len());
-        for h in fault.hypotheses(op) {
+    for (i, hypotheses) in EXPLANATIONS.iter().enumerate() {
+        progress.at("bisect: hypotheses", i, EXPLANATIONS.len());
+        for h in hypotheses(op) {
             let Some(Residual { deciding, whole }) = op.residual(&h)? else { continue };
             let (rho, most) = (deciding.rho(), limit(deciding.m));
             // Where sums overflow, their order decides what becomes infinite and what NaN, and a prediction of NaN fits
@@ -252,7 +275,11 @@ fn explain(
                     statement: h.statement,
                     overturn: h.overturn,
                     rho: (rho, most),
-                    of_data: matches!(h.alter, Alter::Weights(_)),
+                    of: match h.alter {
+                        Alter::Weights(_) => Blame::Data,
+                        Alter::Config(_) => Blame::Configuration,
+                        Alter::Options(_) | Alter::Missing(_) => Blame::Operation,
+                    },
                     by_bytes,
                 });
             } else {
@@ -264,12 +291,13 @@ fn explain(
         }
     }
     // A lost contribution and zeros for the data that it is made from predict the same values: the bytes decide.
-    if subject.target.is_none() && fits.iter().any(|f| f.of_data) && fits.iter().any(|f| !f.of_data) {
+    if subject.target.is_none() && fits.iter().any(|f| f.of == Blame::Data) && fits.iter().any(|f| f.of != Blame::Data)
+    {
         if engine.is_none() {
             engine = Some(subject.engine()?);
         }
         let held = |rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param);
-        fits.retain(|f| f.of_data != op.is_as_in_file(&f.ranks, &held));
+        fits.retain(|f| (f.of == Blame::Data) != op.is_as_in_file(&f.ranks, &held));
     }
     // The best fit first; where several fit alike, the one that explains most ranks.
     let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.rho.0 / e.rho.1 };

@@ -44,6 +44,8 @@ pub enum Alter<'a> {
     Weights(Box<dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a>),
     /// How the model is run.
     Options(Options),
+    /// Its settings.
+    Config(Box<RefConfig>),
     /// What these ranks add to the sum over ranks that the operation is: nothing.
     Missing(Vec<usize>),
 }
@@ -140,16 +142,17 @@ impl OpContext<'_> {
         let change = |rank: usize, key: Key| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
             Alter::Missing(ranks) if key.1 == Param::Embed => self.unanswered(ranks, rank, key).map(Some),
-            Alter::Options(_) | Alter::Missing(_) => Ok(None),
+            _ => Ok(None),
         };
-        let options = match hypothesis.alter {
-            Alter::Options(options) => options,
-            Alter::Weights(_) | Alter::Missing(_) => self.judge.options,
-        };
-        let judge = Judge { options, orders: self.judge.orders.clone(), ..*self.judge };
+        let mut judge = Judge { orders: self.judge.orders.clone(), ..*self.judge };
+        match &hypothesis.alter {
+            Alter::Options(options) => judge.options = *options,
+            Alter::Config(config) => judge.config = config,
+            Alter::Weights(_) | Alter::Missing(_) => {}
+        }
         let silent = match &hypothesis.alter {
             Alter::Missing(ranks) => Some(self.silent(ranks, &judge, place)),
-            Alter::Weights(_) | Alter::Options(_) => None,
+            _ => None,
         };
         let trace = silent.as_ref().unwrap_or(self.trace);
         let slices = Slices::collect(&judge, trace, place, &change, Some(&self.ranks))?;

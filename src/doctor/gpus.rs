@@ -10,7 +10,7 @@ use super::watch::{PATIENCE, Watch, watched};
 use super::{Finding, copies, memory, nccl, peers, virtual_ranks};
 use crate::device::cuda::cubin::Cubins;
 use crate::device::cuda::gpu::{Gpu, GpuError};
-use crate::verify::{Progress, Verdict};
+use crate::report::{Progress, Verdict};
 
 /// Memory in use that our own context does not explain.
 const OTHERS: usize = 2 << 30;
@@ -73,6 +73,15 @@ fn verdict_of(e: &GpuError) -> Verdict {
     }
 }
 
+type Work = fn(&Arc<Gpu>, bool, &Watch) -> Result<Outcome, GpuError>;
+/// What each GPU is asked by itself.
+const ALONE: [(&str, Work); 4] = [
+    ("memory holds patterns", memory::patterns),
+    ("copies to and from the host", copies::copies),
+    ("sums over virtual ranks", |gpu, _, w| virtual_ranks::sums(gpu, w)),
+    ("memory bandwidth", |gpu, _, w| memory::speed(gpu, w)),
+];
+
 /// Runs every check that the GPUs allow; at least one GPU.
 pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Finding> {
     let quick = request.quick;
@@ -83,8 +92,8 @@ pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Finding> {
     let mut f = Findings { all: Vec::new(), stuck: false, progress, steps: 6 * n + 2 };
     let mut gpus: Vec<Arc<Gpu>> = Vec::new();
     for ordinal in ordinals {
-        let (found, cubins, name) = (std::sync::mpsc::channel(), request.cubins.clone(), format!("GPU {ordinal}"));
-        let (send, receive) = found;
+        let (cubins, name) = (request.cubins.clone(), format!("GPU {ordinal}"));
+        let (send, receive) = std::sync::mpsc::channel();
         f.check(&name, move |_| {
             let gpu = Gpu::open(ordinal, cubins)?;
             let outcome = card(&gpu)?;
@@ -97,24 +106,10 @@ pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Finding> {
         gpus.extend(receive.try_recv().ok());
     }
     for gpu in &gpus {
-        let on = |what: &str| format!("GPU {}: {what}", gpu.ordinal);
-        let own = || gpu.clone();
-        f.check(&on("memory holds patterns"), {
-            let g = own();
-            move |w| memory::patterns(&g, quick, w)
-        });
-        f.check(&on("copies to and from the host"), {
-            let g = own();
-            move |w| copies::copies(&g, quick, w)
-        });
-        f.check(&on("sums over virtual ranks"), {
-            let g = own();
-            move |w| virtual_ranks::sums(&g, w)
-        });
-        f.check(&on("memory bandwidth"), {
-            let g = own();
-            move |w| memory::speed(&g, w)
-        });
+        for (what, work) in ALONE {
+            let own = gpu.clone();
+            f.check(&format!("GPU {}: {what}", gpu.ordinal), move |w| work(&own, quick, w));
+        }
     }
     pairs(&gpus, quick, &mut f);
     sums(&gpus, quick, &mut f);
@@ -206,7 +201,7 @@ fn summary(pairs: &[Json], wrong: usize) -> String {
 /// Sums over all GPUs through NCCL. One GPU alone needs none, but its NCCL is tried where there is one.
 fn sums(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
     const NAME: &str = "sums over GPUs (NCCL)";
-    if crate::comm::nccl::version().is_none() {
+    if crate::device::cuda::nccl::version().is_none() {
         let (verdict, text) = match gpus.len() {
             ..=1 => (Verdict::NotApplicable, "one GPU, and no NCCL"),
             _ => (Verdict::Unmeasured, "no NCCL, and several GPUs need it"),

@@ -3,8 +3,9 @@
 use serde_json::json;
 
 use super::Finding;
+use crate::device::cpu::host::kib;
+use crate::report::Verdict;
 use crate::report::table::bytes;
-use crate::verify::Verdict;
 
 /// Shared memory with less room than this fails ranks of several GPUs that talk through the host; containers often have 64 MiB.
 const LEAST_SHARED: u64 = 64 << 20;
@@ -37,19 +38,13 @@ fn shared_memory() -> Finding {
 fn main_memory() -> Finding {
     const NAME: &str = "main memory";
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    match (field(&text, "MemAvailable:"), field(&text, "MemTotal:")) {
+    match (kib(&text, "MemAvailable:"), kib(&text, "MemTotal:")) {
         (Some(free), Some(total)) => {
             let detail = format!("{} available of {}", bytes(free), bytes(total));
             Finding::new(NAME, Verdict::Match, detail, json!({ "bytes": total, "available_bytes": free }))
         }
         _ => Finding::plain(NAME, Verdict::NotApplicable, "/proc/meminfo does not say how much memory is available"),
     }
-}
-
-/// Bytes of a line of /proc/meminfo, which counts in kB.
-fn field(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|l| l.strip_prefix(name))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 #[cfg(test)]
@@ -59,10 +54,10 @@ mod tests {
     #[test]
     fn memory_is_read_in_bytes() {
         let text = "MemTotal:       16000 kB\nMemAvailable:    1 kB\nOdd: x kB\nNone: 5\n";
-        assert_eq!(field(text, "MemTotal:"), Some(16_384_000));
-        assert_eq!(field(text, "MemAvailable:"), Some(1024));
+        assert_eq!(kib(text, "MemTotal:"), Some(16_384_000));
+        assert_eq!(kib(text, "MemAvailable:"), Some(1024));
         for name in ["Odd:", "None:", "Absent:"] {
-            assert_eq!(field(text, name), None);
+            assert_eq!(kib(text, name), None);
         }
     }
 }

@@ -24,7 +24,7 @@ mod watch;
 
 use serde_json::{Value as Json, json};
 
-use crate::verify::{Check, Verdict};
+use crate::report::{Check, Verdict};
 
 /// A check and what was measured on the way.
 #[derive(Clone, Debug)]

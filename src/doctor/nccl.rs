@@ -7,15 +7,14 @@ use std::time::Duration;
 use cudarc::driver::{CudaGraph, DriverError};
 use serde_json::json;
 
-use super::probe::{Outcome, Tally, fill_integers, size};
+use super::probe::{self, Outcome, Tally, fill_integers, size};
 use super::watch::Watch;
 use crate::comm::Collective;
 use crate::comm::meeting::Meeting;
-use crate::comm::nccl::Nccl;
-use crate::device::cuda::CudaDevice;
 use crate::device::cuda::bandwidth::Stopwatch;
 use crate::device::cuda::gpu::{Gpu, GpuError, at};
 use crate::device::cuda::memory::Memory;
+use crate::device::cuda::nccl::Nccl;
 
 /// Values per sum: half a row of GLM-5, eight rows, and sizes that take NCCL's other paths.
 const VALUES: [usize; 4] = [3072, 49_152, 1 << 20, 16 << 20];
@@ -36,7 +35,7 @@ pub(super) fn abandon(joined: &Joined, reason: &str) {
     let comms = joined.lock().unwrap_or_else(PoisonError::into_inner).take();
     let reason = reason.to_string();
     if let Some(comms) = comms {
-        std::thread::spawn(move || Collective::<CudaDevice>::abort(&*comms, &reason));
+        std::thread::spawn(move || comms.abort(&reason));
         std::thread::sleep(Duration::from_secs(2));
     }
 }
@@ -69,24 +68,13 @@ pub(super) fn sums(gpus: &[Arc<Gpu>], quick: bool, joined: &Joined, watch: &Watc
     let nccl = Arc::new(nccl);
     *joined.lock().unwrap_or_else(PoisonError::into_inner) = Some(nccl.clone());
     let run = Run { gpus, nccl, meeting: Meeting::new(n, MEETING), watch, quick };
-    let seen = std::thread::scope(|scope| {
-        let started: Vec<_> = (0..n)
-            .map(|rank| {
-                scope.spawn({
-                    let run = &run;
-                    move || run.rank(rank)
-                })
-            })
-            .collect();
-        let panicked = || GpuError::Driver { what: SITE.into(), error: "a rank panicked".into() };
-        let seen: Vec<_> = started.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(panicked()))).collect();
-        // The first error is the cause; what it aborted comes after it in time, not in rank.
-        let cause = |e: &GpuError| !e.to_string().contains("gave up");
-        match seen.iter().position(|s| s.as_ref().is_err_and(cause)) {
-            Some(rank) => seen.into_iter().nth(rank).map_or_else(|| Ok(Vec::new()), |s| s.map(|s| vec![s])),
-            None => seen.into_iter().collect(),
-        }
-    })?;
+    let mut seen = probe::ranks(n, SITE, &|rank| run.rank(rank));
+    // The first error is the cause; what it aborted comes after it in time, not in rank.
+    let cause = |e: &GpuError| !e.to_string().contains("gave up");
+    if let Some(rank) = seen.iter().position(|s| s.as_ref().is_err_and(cause)) {
+        seen.swap(0, rank);
+    }
+    let seen = seen.into_iter().collect::<Result<Vec<_>, _>>()?;
     joined.lock().unwrap_or_else(PoisonError::into_inner).take();
     let wrong = seen.iter().find_map(|s| s.wrong.clone());
     let differ =
@@ -124,7 +112,7 @@ impl Run<'_> {
         self.checked(rank).inspect_err(|e| {
             // The others need not wait for this rank.
             self.meeting.abort(&e.to_string());
-            Collective::<CudaDevice>::abort(&*self.nccl, &e.to_string());
+            self.nccl.abort(&e.to_string());
         })
     }
 

@@ -6,7 +6,7 @@ use lockstep_kernels::geometry::each;
 use rayon::prelude::*;
 use serde_json::Value as Json;
 
-use crate::device::cuda::gpu::{Gpu, GpuError};
+use crate::device::cuda::gpu::{Arg, Gpu, GpuError};
 use crate::device::cuda::memory::Memory;
 
 /// What a family saw.
@@ -83,7 +83,7 @@ impl Tally {
     /// Compares `words` words at `address` with the pattern, behind everything on the stream.
     pub fn pattern(&self, what: &str, address: u64, words: usize, seed: u32) -> Result<Option<Differ>, GpuError> {
         self.count(what, |wrong, first| {
-            let args: [&dyn crate::device::cuda::gpu::Arg; 5] = [&address, &(words as u64), &seed, &wrong, &first];
+            let args: [&dyn Arg; 5] = [&address, &(words as u64), &seed, &wrong, &first];
             self.gpu.launch("doctor", None, "pattern_check", each(words), &args)
         })
     }
@@ -98,7 +98,7 @@ impl Tally {
     ) -> Result<Option<Differ>, GpuError> {
         let (n, ranks, scale) = (count as u64, ranks as i32, scale as i32);
         self.count(what, |wrong, first| {
-            let args: [&dyn crate::device::cuda::gpu::Arg; 6] = [&address, &n, &ranks, &scale, &wrong, &first];
+            let args: [&dyn Arg; 6] = [&address, &n, &ranks, &scale, &wrong, &first];
             self.gpu.launch("doctor", None, "integers_check", each(count), &args)
         })
     }
@@ -115,6 +115,19 @@ impl Tally {
         self.memory.download(0, &mut out, &|| what.to_string())?;
         Ok((out[0] != 0).then_some(Differ { count: out[0], first: out[1] }))
     }
+}
+
+/// Runs `one` for each of `n` ranks on a thread of its own.
+pub(super) fn ranks<T: Send>(
+    n: usize,
+    site: &str,
+    one: &(dyn Fn(usize) -> Result<T, GpuError> + Sync),
+) -> Vec<Result<T, GpuError>> {
+    let panicked = || GpuError::Driver { what: site.into(), error: "a rank panicked".into() };
+    std::thread::scope(|scope| {
+        let started: Vec<_> = (0..n).map(|rank| scope.spawn(move || one(rank))).collect();
+        started.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(panicked()))).collect()
+    })
 }
 
 /// Sizes as people write them.

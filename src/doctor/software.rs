@@ -6,11 +6,11 @@ use cudarc::driver::{CudaContext, sys};
 use serde_json::json;
 
 use super::Finding;
-use crate::comm::nccl;
 use crate::device::cuda::cubin::{Cubins, nvrtc_version};
 use crate::device::cuda::gpu::{self, GpuError};
 use crate::device::cuda::libraries::why;
-use crate::verify::Verdict;
+use crate::device::cuda::nccl;
+use crate::report::Verdict;
 
 /// Driver and GPUs: how many there are, and the finding.
 pub fn driver() -> (usize, Finding) {

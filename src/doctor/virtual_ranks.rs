@@ -5,15 +5,14 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::probe::{Outcome, Tally, fill_integers};
+use super::probe::{self, Outcome, Tally, fill_integers};
 use super::watch::Watch;
 use crate::comm::Collective;
-use crate::comm::shared_gpu::SharedGpu;
-use crate::device::Device;
 use crate::device::cuda::CudaDevice;
 use crate::device::cuda::gpu::{Gpu, GpuError};
 use crate::device::cuda::group::Group;
-use crate::device::recipe::Recipe;
+use crate::device::cuda::virtual_ranks::VirtualRanks;
+use crate::device::{BufId, BufRows, BufSpec, Call, Device, DeviceError, Limits, Op, Rows, StepShape, Stores, View};
 use crate::model::Place;
 
 const RANKS: [usize; 2] = [2, 8];
@@ -39,29 +38,29 @@ pub(super) fn sums(gpu: &Arc<Gpu>, watch: &Watch) -> Result<Outcome, GpuError> {
 
 fn sum(gpu: &Arc<Gpu>, ranks: usize, rows: usize) -> Result<Option<String>, GpuError> {
     let group = Group::new(gpu.clone(), ranks, MEETING);
-    let comm = SharedGpu(group.clone());
-    let failed = |e: String| GpuError::Driver { what: SITE.into(), error: e };
+    let comm = Arc::new(VirtualRanks(group.clone()));
+    let said = |e: DeviceError| GpuError::Driver { what: SITE.into(), error: e.to_string() };
+    let x = View::cols(BufId(0), 0, WIDTH);
+    let buf = BufSpec { rows: BufRows::Step(Rows::Tokens), width: WIDTH, fill: None };
+    let stores = Stores { bufs: vec![buf], ..Stores::default() };
+    let limits = Limits { tokens: rows, sequences: 1, logits: 0, pages: 1, page: 1 };
+    let call = Call { at: Place::EMBED, op: Op::AllReduce { x }, rows: Rows::Tokens };
+    let shape = StepShape { tokens: rows, context: 0, logits: 0, recorded: false, ahead: false };
     let one = |rank: usize| -> Result<(Option<String>, Vec<f32>), GpuError> {
-        let device = CudaDevice::new(rank, group.clone(), Recipe::Strict, None)?;
-        let mut buf = device.buf(rows, WIDTH).map_err(|e| failed(e.to_string()))?;
-        let (address, _) = device.place(&buf);
+        let mut device = CudaDevice::new(rank, group.clone(), comm.clone(), None)?;
+        device.alloc(&stores, limits).map_err(said)?;
+        let address = device.rows(x).at;
         fill_integers(gpu, address, rows * WIDTH, rank)?;
-        comm.all_reduce(rank, Place::EMBED, &device, &mut buf, rows, WIDTH).map_err(|e| failed(e.to_string()))?;
+        device.run(&call, shape).map_err(said)?;
         let differ = Tally::new(gpu)?.integers(SITE, address, rows * WIDTH, (ranks, 1))?;
         let name = |d| format!("{} values over {ranks} virtual ranks, rank {rank}: {d}", rows * WIDTH);
-        let values = device.read(&buf, rows, 0..WIDTH).map_err(|e| failed(e.to_string()))?;
+        let values = device.read(x, rows).map_err(said)?;
         Ok((differ.map(name), values))
     };
     let one = |rank: usize| {
-        one(rank).inspect_err(|e| Collective::<CudaDevice>::abort(&comm, &e.to_string())) // the others need not wait
+        one(rank).inspect_err(|e| comm.abort(&e.to_string())) // the others need not wait
     };
-    let results = std::thread::scope(|scope| {
-        let started: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || one(rank))).collect();
-        let join = |t: std::thread::ScopedJoinHandle<'_, _>| {
-            t.join().unwrap_or_else(|_| Err(failed("a rank panicked".into())))
-        };
-        started.into_iter().map(join).collect::<Result<Vec<_>, GpuError>>()
-    })?;
+    let results = probe::ranks(ranks, SITE, &one).into_iter().collect::<Result<Vec<_>, GpuError>>()?;
     let wrong = results.iter().find_map(|r| r.0.clone());
     Ok(wrong.or_else(|| super::nccl::apart(results.iter().map(|r| r.1.as_slice()))))
 }

@@ -2,55 +2,35 @@
 //!
 //! A rank is a thread that owns its device state. The host sends a step to all of them and receives their logits and
 //! captures. The engine knows neither the reference nor the checks, and contains no fault code: faults enter through
-//! decorated sources, plans, devices and collectives.
+//! decorated sources and plans, and what stands around devices.
 
+pub mod arch;
 pub mod backend;
-pub mod batch;
 pub mod generate;
 pub mod kv;
-mod listener;
+mod limits;
 mod rank;
-mod room;
 pub mod sampler;
 pub mod scheduler;
 mod step;
 mod weights;
 
 use std::sync::Arc;
-use std::time::Duration;
 
-pub use crate::device::recipe::Recipe;
-pub use backend::{Backend, CpuBackend};
-use batch::Batch;
+pub use crate::device::Recipe;
+pub use crate::model::Attention;
+use arch::Model;
+pub use backend::{Backend, CpuBackend, Engines, Ranks};
 use kv::{CacheFull, KvPool, PAGE};
-use rank::RankThread;
-pub use room::Room;
+use rank::{Answer, RankThread};
+use step::{Ended, Forward};
 
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::comm::{Collective, CommError, Solo, Threads};
-use crate::device::{Columns, Device, DeviceError};
+use crate::comm::CommError;
+use crate::device::{Around, Batch, Columns, DeviceError, Limits, ProgramError, ProgramId, Want, check};
 use crate::model::{Config, Param};
 use crate::probe::{Captured, Probe};
 use crate::shard::{ShardError, ShardPlan, TpPlan};
-
-/// What every query attends to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attention {
-    /// The keys that the indexer chooses, as the model was trained.
-    Dsa,
-    /// All keys: exact up to top-k tokens, beyond that a stated choice.
-    Dense,
-}
-
-impl Attention {
-    /// The word on the command line and in dumps.
-    pub fn name(self) -> &'static str {
-        match self {
-            Attention::Dsa => "dsa",
-            Attention::Dense => "dense",
-        }
-    }
-}
 
 /// A step or a load that failed.
 #[derive(Debug, thiserror::Error)]
@@ -63,17 +43,17 @@ pub enum EngineError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error(transparent)]
-    Comm(#[from] CommError),
+    Program(#[from] ProgramError),
     #[error(transparent)]
     Cache(#[from] CacheFull),
     #[error("{what}: expected at most {most}, found {found}")]
-    Room { what: &'static str, most: usize, found: usize },
+    Limit { what: &'static str, most: usize, found: usize },
     #[error("rank {rank} is gone: its thread ended")]
     RankGone { rank: usize },
     #[error("a thread for rank {rank} could not be started: {source}")]
     Thread { rank: usize, source: std::io::Error },
     #[error("{0}")]
-    Prompt(String),
+    Refused(String),
 }
 
 /// How an engine is set up.
@@ -97,10 +77,6 @@ impl Options {
     }
 }
 
-/// How long a rank waits for the others before it names the absent one. The slowest legitimate step is a long prefill
-/// chunk of one rank that the others have already finished.
-const MEETING_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// Logits and captures of one step.
 #[derive(Debug, Default)]
 pub struct StepOutput {
@@ -118,60 +94,79 @@ pub struct Engine {
     pool: KvPool,
     /// Most rows with which the devices can run ahead of the host.
     runs_ahead: usize,
+    /// True if the program that serves has operations in place of several.
+    fuses: bool,
+    /// Whether what the ranks hold goes together. Told by the first step, not before: what a wrong plan has loaded can
+    /// still be read back.
+    programs: Result<(), ProgramError>,
 }
 
 impl Engine {
-    /// Starts `tp` CPU ranks without decoration.
+    /// Starts `tp` CPU ranks that nobody stands around.
     ///
     /// # Errors
     /// An illegal degree, and everything that loading refuses.
     pub fn cpu(checkpoint: Arc<Checkpoint>, tp: usize, options: Options) -> Result<Self, EngineError> {
-        Self::on(&CpuBackend, checkpoint, tp, options)
+        Self::on(&CpuBackend::default(), checkpoint, tp, options)
     }
 
-    /// Starts `tp` ranks of a kind of device without decoration.
+    /// Starts `tp` ranks of a kind of device that nobody stands around.
     ///
     /// # Errors
     /// An illegal degree, devices that are not there, and everything that loading refuses.
-    pub fn on<B: Backend>(
-        backend: &B,
+    pub fn on(
+        backend: &dyn Backend,
         checkpoint: Arc<Checkpoint>,
         tp: usize,
         options: Options,
     ) -> Result<Self, EngineError> {
         let plan = Arc::new(TpPlan::new(checkpoint.config(), tp)?);
-        let (devices, comm) = backend.devices(tp, &options, checkpoint.config())?;
-        Self::start(&|_| checkpoint.clone(), plan, devices, comm, options)
+        let ranks = backend.ranks(tp, checkpoint.config())?;
+        Self::start(&|_| checkpoint.clone(), plan, ranks, options, &|_| None)
     }
 
-    /// Starts one rank per device, each loading from its own view of the model. All load at the same time; the first
-    /// failure stops them all.
+    /// Starts one rank per device, each loading from its own view of the model, and with somebody around it: on every rank,
+    /// or on none. All load at the same time; the first failure stops them all.
     ///
     /// # Errors
     /// Everything that loading refuses.
-    pub fn start<D: Device>(
+    pub fn start(
         checkpoint: &dyn Fn(usize) -> Arc<Checkpoint>,
         plan: Arc<dyn ShardPlan>,
-        devices: Vec<D>,
-        comm: Arc<dyn Collective<D>>,
+        ranks: Ranks,
         options: Options,
+        around: &dyn Fn(usize) -> Option<Box<dyn Around>>,
     ) -> Result<Self, EngineError> {
         let config = checkpoint(0).config().clone();
         // Every running sequence has a place in every step, so that none starves.
         let options = Options { chunk: options.chunk.max(options.sequences), ..options };
         let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
-        let room =
-            Room { tokens: options.chunk, sequences: options.sequences, logits: options.chunk, pages, page: PAGE };
+        let (tokens, sequences) = (options.chunk, options.sequences);
+        let limits = Limits { tokens, sequences, logits: tokens, pages, page: PAGE };
+        let Ranks { devices, comm, recipe } = ranks;
+        let model =
+            |rank| Model::new(checkpoint(rank).config(), plan.as_ref(), rank, options.attention, recipe, limits);
+        let models: Vec<Model> = (0..devices.len()).map(model).collect();
+        let programs = check_programs(&models);
+        let calls = |expanded| {
+            let id = ProgramId { head: true, ahead: false, expanded };
+            models.first().map(|model| step::fused(model, id, &|_| Want::Nothing).calls.len())
+        };
+        let fuses = calls(false) < calls(true);
         let mut ranks = Vec::with_capacity(devices.len());
-        for (rank, device) in devices.into_iter().enumerate() {
-            let (checkpoint, plan, comm) = (checkpoint(rank), plan.clone(), comm.clone());
-            ranks.push(RankThread::spawn(rank, options.attention, room, device, checkpoint, plan, comm)?);
+        let mut loading = Vec::with_capacity(devices.len());
+        for (rank, (device, model)) in devices.into_iter().zip(models).enumerate() {
+            let (checkpoint, plan, around) = (checkpoint(rank), plan.clone(), around(rank));
+            let load = move || Forward::new(&checkpoint, plan.as_ref(), rank, model, limits, device, around);
+            let (thread, loaded) = RankThread::spawn(rank, comm.clone(), load)?;
+            ranks.push(thread);
+            loading.push(loaded);
         }
         // All are heard, so that none still loads when the first failure is told.
-        let loaded: Vec<Result<usize, EngineError>> = ranks.iter().map(RankThread::loaded).collect();
+        let loaded: Vec<Result<usize, EngineError>> = loading.into_iter().map(Answer::wait).collect();
         let rows: Vec<usize> = loaded.into_iter().collect::<Result<_, _>>()?;
         let runs_ahead = rows.into_iter().min().unwrap_or(0);
-        Ok(Engine { ranks, config, options, pool: KvPool::new(pages), runs_ahead })
+        Ok(Engine { ranks, config, options, pool: KvPool::new(pages), runs_ahead, fuses, programs })
     }
 
     /// The configuration.
@@ -189,6 +184,11 @@ impl Engine {
         self.ranks.len()
     }
 
+    /// True if the program that serves has operations in place of several, which another run can take apart.
+    pub fn fuses(&self) -> bool {
+        self.fuses
+    }
+
     /// The cache's pages.
     pub fn pool(&mut self) -> &mut KvPool {
         &mut self.pool
@@ -199,13 +199,40 @@ impl Engine {
     /// # Errors
     /// The first failure that is not another rank's echo.
     pub fn step(&self, batch: Batch, probes: Vec<Box<dyn Probe>>) -> Result<StepOutput, EngineError> {
+        self.programs.clone()?;
         let batch = Arc::new(batch);
         let mut probes = probes.into_iter();
-        for rank in &self.ranks {
-            rank.begin(batch.clone(), probes.next())?;
-        }
-        let outputs = all(self.ranks.iter().map(RankThread::end))?;
+        let outputs = self.all(|| {
+            let (batch, mut probe) = (batch.clone(), probes.next());
+            move |forward| {
+                let logits = match forward.run(&batch, probe.as_deref_mut())? {
+                    Ended::Logits(logits) => logits,
+                    Ended::Stopped | Ended::Ahead => Vec::new(),
+                };
+                Ok((logits, probe.map(|mut p| p.take()).unwrap_or_default()))
+            }
+        })?;
         Ok(self.join(&batch, outputs))
+    }
+
+    /// Every rank's answer to what `ask` makes for each of them in turn, or the first failure that is not another rank's
+    /// echo. All are heard.
+    fn all<T, W>(&self, mut ask: impl FnMut() -> W) -> Result<Vec<T>, EngineError>
+    where
+        T: Send + 'static,
+        W: FnOnce(&mut Forward) -> Result<T, EngineError> + Send + 'static,
+    {
+        let answers: Vec<Answer<T>> = self.ranks.iter().map(|rank| rank.ask(ask())).collect();
+        let echo = |e: &EngineError| matches!(e, EngineError::Device(DeviceError::Comm(CommError::Aborted { .. })));
+        let (mut heard, mut failure) = (Vec::new(), None);
+        for answer in answers {
+            match answer.wait() {
+                Ok(answer) => heard.push(answer),
+                Err(e) if failure.as_ref().is_none_or(echo) => failure = Some(e),
+                Err(_) => {}
+            }
+        }
+        failure.map_or(Ok(heard), Err)
     }
 
     /// True if the devices can choose tokens for so many rows, and run ahead of the host.
@@ -219,8 +246,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::step`].
     pub fn follow(&self, longest: usize) -> Result<Vec<u32>, EngineError> {
-        self.ranks.iter().try_for_each(|rank| rank.follow(longest))?;
-        self.tokens()
+        self.tokens(move |forward| forward.follow(longest))
     }
 
     /// The tokens that the last step given ahead chose.
@@ -228,66 +254,51 @@ impl Engine {
     /// # Errors
     /// As [`Engine::step`].
     pub fn chosen(&self) -> Result<Vec<u32>, EngineError> {
-        self.ranks.iter().try_for_each(RankThread::ask_chosen)?;
-        self.tokens()
+        self.tokens(Forward::chosen)
     }
 
-    /// Every rank's answer; the first rank's holds the tokens.
-    fn tokens(&self) -> Result<Vec<u32>, EngineError> {
-        let answers = all(self.ranks.iter().map(RankThread::tokens))?;
-        Ok(answers.into_iter().next().unwrap_or_default())
+    /// The first rank's answer, which holds the tokens.
+    fn tokens<W>(&self, work: W) -> Result<Vec<u32>, EngineError>
+    where
+        W: FnOnce(&mut Forward) -> Result<Vec<u32>, EngineError> + Clone + Send + 'static,
+    {
+        Ok(self.all(|| work.clone())?.into_iter().next().unwrap_or_default())
     }
 
     /// Joins the ranks' parts of the vocabulary and drops its padding.
-    fn join(&self, batch: &Batch, outputs: Vec<rank::RankOutput>) -> StepOutput {
+    fn join(&self, batch: &Batch, outputs: Vec<(Vec<f32>, Vec<Captured>)>) -> StepOutput {
         let width = self.config.padded_vocab(self.tp()) / self.tp();
-        let mut out = StepOutput::default();
-        if outputs.iter().all(|o| !o.logits.is_empty()) {
+        let (logits, captured): (Vec<_>, Vec<_>) = outputs.into_iter().unzip();
+        let mut out = StepOutput { logits: Vec::new(), captured };
+        if logits.iter().all(|own| !own.is_empty()) {
             for row in 0..batch.logits.len() {
-                let parts = outputs.iter().flat_map(|o| &o.logits[row * width..(row + 1) * width]);
+                let parts = logits.iter().flat_map(|own| &own[row * width..(row + 1) * width]);
                 out.logits.extend(parts.take(self.config.vocab));
             }
         }
-        out.captured = outputs.into_iter().map(|o| o.captured).collect();
         out
     }
 
-    /// The bytes that stand where `param` belongs on `rank`, read back from its device.
+    /// The bytes that stand where `param` belongs on `rank`, read back from its device, and the columns that the device
+    /// multiplies and stores.
     ///
     /// # Errors
     /// A parameter that the rank does not hold.
-    pub fn read_weight(&self, rank: usize, param: Param) -> Result<Vec<u8>, EngineError> {
-        self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_weight(param)
-    }
-
-    /// The columns of `param` that `rank`'s device multiplies and stores.
-    ///
-    /// # Errors
-    /// A parameter that the rank does not hold.
-    pub fn read_cols(&self, rank: usize, param: Param) -> Result<Columns, EngineError> {
-        self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?.read_cols(param)
+    pub fn read_weight(&self, rank: usize, param: Param) -> Result<(Vec<u8>, Columns), EngineError> {
+        let thread = self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?;
+        thread.ask(move |forward| forward.read_weight(param)).wait()
     }
 }
 
-/// What every rank answered, or the first failure that is not another rank's echo. All are heard.
-fn all<T>(answers: impl Iterator<Item = Result<T, EngineError>>) -> Result<Vec<T>, EngineError> {
-    let mut heard = Vec::new();
-    let mut failure: Option<EngineError> = None;
-    for answer in answers {
-        match answer {
-            Ok(answer) => heard.push(answer),
-            Err(e) => {
-                let echo = |e: &EngineError| matches!(e, EngineError::Comm(CommError::Aborted { .. }));
-                if failure.as_ref().is_none_or(echo) {
-                    failure = Some(e);
-                }
-            }
+/// Every program that the ranks may run, as it is written and as it is fused, with all that they can show.
+fn check_programs(models: &[Model]) -> Result<(), ProgramError> {
+    for (head, ahead) in [(false, false), (true, false), (true, true)] {
+        for expanded in [true, false] {
+            let id = ProgramId { head, ahead, expanded };
+            let programs: Vec<_> = models.iter().map(|model| step::fused(model, id, &|_| Want::Read)).collect();
+            let ranks: Vec<_> = programs.iter().zip(models).map(|(p, m)| (p, &m.stores)).collect();
+            check::check(&ranks)?;
         }
     }
-    failure.map_or(Ok(heard), Err)
-}
-
-/// The collective that ranks use whose devices share one process and read and write host memory.
-pub fn cpu_collective<D: Device>(tp: usize) -> Arc<dyn Collective<D>> {
-    if tp == 1 { Arc::new(Solo) } else { Arc::new(Threads::new(tp, MEETING_TIMEOUT)) }
+    Ok(())
 }

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-use super::batch::{Batch, Token};
 use super::kv::CacheFull;
-use super::sampler::{Draw, Sampling};
+use super::sampler::Sampling;
 use super::{Engine, EngineError};
+use crate::device::{Batch, Draw, Token};
 
 /// A request to the scheduler.
 #[derive(Clone, Debug)]
@@ -89,14 +89,14 @@ impl Scheduler {
     pub fn add(&mut self, engine: &Engine, request: Request) -> Result<u64, EngineError> {
         let context = engine.config().context.min(engine.options().cache_tokens);
         if request.prompt.is_empty() {
-            return Err(EngineError::Prompt("the prompt is empty".into()));
+            return Err(EngineError::Refused("the prompt is empty".into()));
         }
         if request.prompt.len() >= context {
-            return Err(EngineError::Room { what: "prompt tokens", most: context - 1, found: request.prompt.len() });
+            return Err(EngineError::Limit { what: "prompt tokens", most: context - 1, found: request.prompt.len() });
         }
         let vocab = engine.config().vocab;
         if let Some(id) = request.prompt.iter().find(|id| **id as usize >= vocab) {
-            return Err(EngineError::Room { what: "token id", most: vocab - 1, found: *id as usize });
+            return Err(EngineError::Limit { what: "token id", most: vocab - 1, found: *id as usize });
         }
         let number = self.next;
         self.next += 1;

@@ -1,12 +1,12 @@
 //! One file's header: magic, metadata, tensor table. Every length is checked against the bytes that are there before
 //! anything is allocated or followed.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::GgufError;
 use super::value::{Array, Value};
-use crate::quant::{TypeId, TypeInfo, lookup};
+use super::{GgufError, Tensor};
+use crate::quant::{TypeId, lookup};
 
 /// What a file's header states, checked against the file's own size.
 #[derive(Debug)]
@@ -18,28 +18,11 @@ pub struct Header {
     /// Key-value pairs in file order.
     pub metadata: Vec<(String, Value)>,
     /// Tensor table in file order.
-    pub tensors: Vec<Entry>,
+    pub tensors: Vec<Tensor>,
     /// Where tensor data begins, in bytes from the start of the file.
     pub data_start: u64,
     /// Things that are odd but harmless.
     pub warnings: Vec<String>,
-}
-
-/// One line of a tensor table.
-#[derive(Debug, Clone)]
-pub struct Entry {
-    /// The tensor's name.
-    pub name: String,
-    /// Extent of each axis, fastest first (ggml's `ne`).
-    pub ne: Vec<u64>,
-    /// Its type.
-    pub ty: &'static TypeInfo,
-    /// Data offset in bytes from the start of the file.
-    pub start: u64,
-    /// Data size in bytes.
-    pub bytes: u64,
-    /// Where the entry itself stands in the file, for messages.
-    pub entry_offset: u64,
 }
 
 /// ggml's limit on tensor axes.
@@ -91,10 +74,7 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
         metadata.push((key, value));
     }
 
-    let mut entries = Vec::new();
-    for i in 0..tensor_count {
-        entries.push(c.entry(i)?);
-    }
+    let entries = (0..tensor_count).map(|i| c.entry(i)).collect::<Result<_, _>>()?;
     let data_start = if tensor_count == 0 { c.at } else { c.at.next_multiple_of(alignment) };
     let tensors = place(path, bytes.len() as u64, alignment, data_start, entries, &mut warnings)?;
     trailing(path, bytes, data_start, alignment, &tensors, &metadata, &mut warnings)?;
@@ -133,54 +113,36 @@ fn byte_split_part(path: &Path) -> Option<String> {
     (!part.ends_with(".gguf")).then(|| part.to_string())
 }
 
-/// A tensor entry before its data range is known to lie in the file.
-struct RawEntry {
-    entry: Entry,
-    relative: u64,
-}
-
-/// Turns relative offsets into checked file ranges.
+/// Turns offsets relative to the data into checked file ranges.
 fn place(
     path: &Path,
     file_bytes: u64,
     alignment: u64,
     data_start: u64,
-    raw: Vec<RawEntry>,
+    mut tensors: Vec<Tensor>,
     warnings: &mut Vec<String>,
-) -> Result<Vec<Entry>, GgufError> {
-    let mut seen = HashMap::new();
-    let mut tensors = Vec::with_capacity(raw.len());
-    for RawEntry { mut entry, relative } in raw {
-        let (tensor, offset) = (entry.name.clone(), entry.entry_offset);
-        if seen.insert(tensor.clone(), offset).is_some() {
-            return Err(GgufError::DuplicateTensor { path: path.into(), tensor, other: path.into(), offset });
+) -> Result<Vec<Tensor>, GgufError> {
+    let mut seen = HashSet::new();
+    for t in &mut tensors {
+        let (path, tensor, offset, relative) = (path.to_path_buf(), t.name.clone(), t.entry_offset, t.start);
+        if !seen.insert(tensor.clone()) {
+            return Err(GgufError::DuplicateTensor { other: path.clone(), path, tensor, offset });
         }
+        let what = format!("tensor {tensor}, its data offset");
         if !relative.is_multiple_of(alignment) {
-            return Err(GgufError::Malformed {
-                path: path.into(),
-                what: format!("tensor {tensor}, its data offset"),
-                offset,
-                expected: format!("a multiple of the alignment {alignment}"),
-                found: relative.to_string(),
-            });
+            let expected = format!("a multiple of the alignment {alignment}");
+            return Err(GgufError::Malformed { path, what, offset, expected, found: relative.to_string() });
         }
-        let end = data_start.checked_add(relative).and_then(|s| s.checked_add(entry.bytes));
-        let Some(end) = end else {
-            return Err(GgufError::Malformed {
-                path: path.into(),
-                what: format!("tensor {tensor}, its data offset"),
-                offset,
-                expected: "a range below 2^64".into(),
-                found: format!("{relative} + {}", entry.bytes),
-            });
+        let Some(end) = data_start.checked_add(relative).and_then(|s| s.checked_add(t.bytes)) else {
+            let (expected, found) = ("a range below 2^64".into(), format!("{relative} + {}", t.bytes));
+            return Err(GgufError::Malformed { path, what, offset, expected, found });
         };
-        entry.start = data_start + relative;
+        t.start = data_start + relative;
         if end > file_bytes {
-            return Err(GgufError::Cut { path: path.into(), tensor, start: entry.start, end, found: file_bytes });
+            return Err(GgufError::Cut { path, tensor, start: t.start, end, found: file_bytes });
         }
-        tensors.push(entry);
     }
-    let mut order: Vec<&Entry> = tensors.iter().collect();
+    let mut order: Vec<&Tensor> = tensors.iter().collect();
     order.sort_by_key(|t| t.start);
     let mut gaps = 0u64;
     for pair in order.windows(2) {
@@ -209,7 +171,7 @@ fn trailing(
     bytes: &[u8],
     data_start: u64,
     alignment: u64,
-    tensors: &[Entry],
+    tensors: &[Tensor],
     metadata: &[(String, Value)],
     warnings: &mut Vec<String>,
 ) -> Result<(), GgufError> {
@@ -354,23 +316,24 @@ impl Cursor<'_> {
         })
     }
 
+    /// A count, and as many elements of at least `least` bytes each.
+    fn list<T>(
+        &mut self,
+        what: &str,
+        least: usize,
+        mut element: impl FnMut(&mut Self, u64) -> Result<T, GgufError>,
+    ) -> Result<Vec<T>, GgufError> {
+        (0..self.count(what, least as u64)?).map(|i| element(self, i)).collect()
+    }
+
     fn values(&mut self, key: &str, depth: u32, warnings: &mut Vec<String>) -> Result<Array, GgufError> {
         let offset = self.at;
         let ty = self.u32(&format!("the element type of {key}"))?;
         let (what, elements) = (format!("the length of {key}"), format!("the elements of {key}"));
         macro_rules! plain {
-            ($variant:ident, $t:ty) => {{
-                const SIZE: usize = size_of::<$t>();
-                let n = self.count(&what, SIZE as u64)?;
-                let raw = self.take(n * SIZE as u64, &elements)?;
-                let mut out = Vec::with_capacity(raw.len() / SIZE);
-                for chunk in raw.chunks_exact(SIZE) {
-                    let mut b = [0; SIZE];
-                    b.copy_from_slice(chunk);
-                    out.push(<$t>::from_le_bytes(b));
-                }
-                Array::$variant(out)
-            }};
+            ($variant:ident, $t:ty) => {
+                Array::$variant(self.list(&what, size_of::<$t>(), |c, _| Ok(<$t>::from_le_bytes(c.array(&elements)?)))?)
+            };
         }
         Ok(match ty {
             0 => plain!(U8, u8),
@@ -380,26 +343,12 @@ impl Cursor<'_> {
             4 => plain!(U32, u32),
             5 => plain!(I32, i32),
             6 => plain!(F32, f32),
-            7 => {
-                let n = self.count(&what, 1)?;
-                Array::Bool(self.take(n, &elements)?.iter().map(|b| *b != 0).collect())
-            }
+            7 => Array::Bool(self.list(&what, 1, |c, _| Ok(c.array::<1>(&elements)? != [0]))?),
             8 => {
-                let n = self.count(&what, 8)?;
-                let mut out = Vec::new();
-                for i in 0..n {
-                    out.push(self.string(&format!("element {i} of {key}"), u64::MAX, Some(&mut *warnings))?);
-                }
-                Array::Str(out)
+                let element = |i| format!("element {i} of {key}");
+                Array::Str(self.list(&what, 8, |c, i| c.string(&element(i), u64::MAX, Some(&mut *warnings)))?)
             }
-            9 if depth < MAX_NESTING => {
-                let n = self.count(&what, 12)?;
-                let mut out = Vec::new();
-                for _ in 0..n {
-                    out.push(self.values(key, depth + 1, warnings)?);
-                }
-                Array::Array(out)
-            }
+            9 if depth < MAX_NESTING => Array::Array(self.list(&what, 12, |c, _| c.values(key, depth + 1, warnings))?),
             10 => plain!(U64, u64),
             11 => plain!(I64, i64),
             12 => plain!(F64, f64),
@@ -411,7 +360,8 @@ impl Cursor<'_> {
         })
     }
 
-    fn entry(&mut self, i: u64) -> Result<RawEntry, GgufError> {
+    /// An entry of the tensor table, whose start is still relative to the data.
+    fn entry(&mut self, i: u64) -> Result<Tensor, GgufError> {
         let entry_offset = self.at;
         let name = self.string(&format!("the name of tensor {i}"), MAX_NAME, None)?;
         let at = self.at;
@@ -437,23 +387,19 @@ impl Cursor<'_> {
         let at = self.at;
         let id = self.u32(&format!("the type of {name}"))?;
         let ty = match lookup(id) {
-            TypeId::Known(info) => info,
-            TypeId::Removed(old) => {
-                let found = format!("one that GGUF has removed (it was {old}); convert the model again");
-                return Err(GgufError::Type { path: self.path(), tensor: name, offset: at, id, found });
-            }
-            TypeId::Unknown => {
-                let found = "an unknown one (a fork's private type, or damage)".into();
-                return Err(GgufError::Type { path: self.path(), tensor: name, offset: at, id, found });
-            }
+            TypeId::Known(info) => Ok(info),
+            TypeId::Removed(old) => Err(format!("one that GGUF has removed (it was {old}); convert the model again")),
+            TypeId::Unknown => Err("an unknown one (a fork's private type, or damage)".into()),
         };
+        let ty =
+            ty.map_err(|found| GgufError::Type { path: self.path(), tensor: name.clone(), offset: at, id, found })?;
         let bytes = ty.row_bytes(ne[0]).and_then(|row| row.checked_mul(values / ne[0]));
         let Some(bytes) = bytes else {
             let what = format!("tensor {name}, axis 0");
             let expected = format!("whole {} blocks of {} values", ty.name, ty.block);
             return Err(self.malformed(what, entry_offset, &expected, &ne[0].to_string()));
         };
-        let relative = self.u64(&format!("the data offset of {name}"))?;
-        Ok(RawEntry { entry: Entry { name, ne, ty, start: 0, bytes, entry_offset }, relative })
+        let start = self.u64(&format!("the data offset of {name}"))?;
+        Ok(Tensor { name, ne, ty, shard: 0, start, bytes, entry_offset })
     }
 }

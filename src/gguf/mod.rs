@@ -11,6 +11,7 @@ pub mod value;
 pub mod write;
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -22,43 +23,31 @@ pub use value::{Array, Value};
 use crate::quant::TypeInfo;
 
 /// The bytes of one file: mapped, or compiled into the binary.
-enum Source {
-    Mapped(Mmap),
-    Static(&'static [u8]),
-}
-
-impl Source {
-    fn open(path: &Path) -> Result<Self, GgufError> {
-        let io = |source| GgufError::Io { path: path.into(), source };
-        let file = std::fs::File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.len() == 0 {
-            return Ok(Source::Static(&[])); // an empty file cannot be mapped; the parser names it
-        }
-        // SAFETY: the map is read-only and private to this value. If another process shortens the file while it is
-        // mapped, reads fault; that is the price of every mapped model and is documented in the README.
-        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        Ok(Source::Mapped(map))
-    }
-
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Source::Mapped(map) => map,
-            Source::Static(bytes) => bytes,
-        }
-    }
-}
+type Bytes = Box<dyn Deref<Target = [u8]> + Send + Sync>;
 
 /// One file of a set with its header.
 struct Shard {
     path: PathBuf,
-    source: Source,
+    bytes: Bytes,
     header: Header,
 }
 
 impl Shard {
-    fn parse(path: PathBuf, source: Source) -> Result<Self, GgufError> {
-        let header = header::parse(&path, source.bytes())?;
-        Ok(Shard { path, source, header })
+    fn open(path: PathBuf) -> Result<Self, GgufError> {
+        let io = |source| GgufError::Io { path: path.clone(), source };
+        let file = std::fs::File::open(&path).map_err(io)?;
+        if file.metadata().map_err(io)?.len() == 0 {
+            return Self::parse(path, Box::new(&[][..])); // an empty file cannot be mapped; the parser names it
+        }
+        // SAFETY: the map is read-only and private to this value. If another process shortens the file while it is
+        // mapped, reads fault; that is the price of every mapped model and is documented in the README.
+        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        Self::parse(path, Box::new(map))
+    }
+
+    fn parse(path: PathBuf, bytes: Bytes) -> Result<Self, GgufError> {
+        let header = header::parse(&path, &bytes)?;
+        Ok(Shard { path, bytes, header })
     }
 }
 
@@ -71,12 +60,14 @@ pub struct Tensor {
     pub ne: Vec<u64>,
     /// Its type.
     pub ty: &'static TypeInfo,
-    /// Index of the file that holds it.
+    /// Index of the file that holds it, in its set.
     pub shard: usize,
     /// Data offset in bytes from the start of that file.
     pub start: u64,
     /// Data size in bytes.
     pub bytes: u64,
+    /// Where its entry stands in that file, for messages.
+    pub entry_offset: u64,
 }
 
 /// An opened model: one file, or a split set with all its shards.
@@ -92,13 +83,7 @@ impl Gguf {
     /// # Errors
     /// Every defect of a file or of the set, see [`GgufError`].
     pub fn open(path: &Path) -> Result<Self, GgufError> {
-        let files = split::locate(path)?;
-        let mut shards = Vec::with_capacity(files.len());
-        for file in files {
-            let source = Source::open(&file)?;
-            shards.push(Shard::parse(file, source)?);
-        }
-        Self::from_shards(shards)
+        Self::from_shards(split::locate(path)?.into_iter().map(Shard::open).collect::<Result<_, _>>()?)
     }
 
     /// Opens a model that is compiled into the binary; `name` stands in for a path in messages.
@@ -106,7 +91,7 @@ impl Gguf {
     /// # Errors
     /// As [`Gguf::open`].
     pub fn from_static(name: &str, bytes: &'static [u8]) -> Result<Self, GgufError> {
-        Self::from_shards(vec![Shard::parse(name.into(), Source::Static(bytes))?])
+        Self::from_shards(vec![Shard::parse(name.into(), Box::new(bytes))?])
     }
 
     fn from_shards(shards: Vec<Shard>) -> Result<Self, GgufError> {
@@ -114,23 +99,16 @@ impl Gguf {
         let mut tensors: Vec<Tensor> = Vec::new();
         let mut by_name = HashMap::new();
         for (shard, file) in shards.iter().enumerate() {
-            for e in &file.header.tensors {
-                if let Some(previous) = by_name.insert(e.name.clone(), tensors.len()) {
+            for t in &file.header.tensors {
+                if let Some(previous) = by_name.insert(t.name.clone(), tensors.len()) {
                     return Err(GgufError::DuplicateTensor {
                         path: shards[tensors[previous].shard].path.clone(),
-                        tensor: e.name.clone(),
+                        tensor: t.name.clone(),
                         other: file.path.clone(),
-                        offset: e.entry_offset,
+                        offset: t.entry_offset,
                     });
                 }
-                tensors.push(Tensor {
-                    name: e.name.clone(),
-                    ne: e.ne.clone(),
-                    ty: e.ty,
-                    shard,
-                    start: e.start,
-                    bytes: e.bytes,
-                });
+                tensors.push(Tensor { shard, ..t.clone() });
             }
         }
         Ok(Gguf { shards, tensors, by_name })
@@ -160,12 +138,12 @@ impl Gguf {
     /// The raw bytes of a tensor of this model.
     pub fn data(&self, tensor: &Tensor) -> &[u8] {
         // The range was checked against the file when the header was read.
-        &self.shards[tensor.shard].source.bytes()[tensor.start as usize..(tensor.start + tensor.bytes) as usize]
+        &self.shards[tensor.shard].bytes[tensor.start as usize..(tensor.start + tensor.bytes) as usize]
     }
 
     /// The files of the set, in order, with their sizes in bytes.
     pub fn files(&self) -> impl Iterator<Item = (&Path, u64)> {
-        self.shards.iter().map(|s| (s.path.as_path(), s.source.bytes().len() as u64))
+        self.shards.iter().map(|s| (s.path.as_path(), s.bytes.len() as u64))
     }
 
     /// The file that holds `tensor`.

@@ -1,85 +1,96 @@
 //! Metadata values, with the accessors that readers of metadata need.
 
-/// A metadata value, as typed in the file.
-#[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs)]
-pub enum Value {
-    U8(u8),
-    I8(i8),
-    U16(u16),
-    I16(i16),
-    U32(u32),
-    I32(i32),
-    F32(f32),
-    Bool(bool),
-    Str(String),
-    U64(u64),
-    I64(i64),
-    F64(f64),
-    Array(Array),
+use super::write::Put;
+
+/// What follows from the list of value types: number in the file, variant, what it holds, its name in the format's
+/// documentation.
+macro_rules! types {
+    ($($id:literal $variant:ident($element:ty) $name:literal,)*) => {
+        /// A metadata value, as typed in the file.
+        #[derive(Clone, Debug, PartialEq)]
+        #[allow(missing_docs)]
+        pub enum Value {
+            $($variant($element),)*
+        }
+
+        /// A metadata array, stored by element type.
+        #[derive(Clone, Debug, PartialEq)]
+        #[allow(missing_docs)]
+        pub enum Array {
+            $($variant(Vec<$element>),)*
+        }
+
+        impl Array {
+            /// Number of elements.
+            pub fn len(&self) -> usize {
+                match self { $(Array::$variant(v) => v.len(),)* }
+            }
+
+            /// Element `i` as a value of its own (strings are cloned).
+            pub fn get(&self, i: usize) -> Option<Value> {
+                Some(match self { $(Array::$variant(v) => Value::$variant(v.get(i)?.clone()),)* })
+            }
+        }
+
+        impl Value {
+            /// The name of the value's type, as the format's documentation has it.
+            pub fn type_name(&self) -> &'static str {
+                match self { $(Value::$variant(_) => $name,)* }
+            }
+        }
+
+        impl std::fmt::Display for Value {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                if let Value::Str(v) = self {
+                    return write!(f, "{v:?}");
+                }
+                match self { $(Value::$variant(v) => write!(f, "{v}"),)* }
+            }
+        }
+
+        impl Put for Value {
+            fn put(&self, out: &mut Vec<u8>) {
+                match self { $(Value::$variant(v) => (u32::put(&$id, out), v.put(out)),)* };
+            }
+        }
+
+        impl Put for Array {
+            fn put(&self, out: &mut Vec<u8>) {
+                match self { $(Array::$variant(v) => {
+                    (u32::put(&$id, out), (v.len() as u64).put(out));
+                    v.iter().for_each(|element| element.put(out));
+                })* }
+            }
+        }
+    };
 }
 
-/// A metadata array, stored by element type.
-#[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs)]
-pub enum Array {
-    U8(Vec<u8>),
-    I8(Vec<i8>),
-    U16(Vec<u16>),
-    I16(Vec<i16>),
-    U32(Vec<u32>),
-    I32(Vec<i32>),
-    F32(Vec<f32>),
-    Bool(Vec<bool>),
-    Str(Vec<String>),
-    U64(Vec<u64>),
-    I64(Vec<i64>),
-    F64(Vec<f64>),
-    Array(Vec<Array>),
+types! {
+    0 U8(u8) "u8",
+    1 I8(i8) "i8",
+    2 U16(u16) "u16",
+    3 I16(i16) "i16",
+    4 U32(u32) "u32",
+    5 I32(i32) "i32",
+    6 F32(f32) "f32",
+    7 Bool(bool) "bool",
+    8 Str(String) "string",
+    9 Array(Array) "array",
+    10 U64(u64) "u64",
+    11 I64(i64) "i64",
+    12 F64(f64) "f64",
 }
 
 impl Array {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        match self {
-            Array::U8(v) => v.len(),
-            Array::I8(v) => v.len(),
-            Array::U16(v) => v.len(),
-            Array::I16(v) => v.len(),
-            Array::U32(v) => v.len(),
-            Array::I32(v) => v.len(),
-            Array::F32(v) => v.len(),
-            Array::Bool(v) => v.len(),
-            Array::Str(v) => v.len(),
-            Array::U64(v) => v.len(),
-            Array::I64(v) => v.len(),
-            Array::F64(v) => v.len(),
-            Array::Array(v) => v.len(),
-        }
-    }
-
     /// True for an array without elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
 
-    /// Element `i` as a value of its own (strings are cloned).
-    pub fn get(&self, i: usize) -> Option<Value> {
-        Some(match self {
-            Array::U8(v) => Value::U8(*v.get(i)?),
-            Array::I8(v) => Value::I8(*v.get(i)?),
-            Array::U16(v) => Value::U16(*v.get(i)?),
-            Array::I16(v) => Value::I16(*v.get(i)?),
-            Array::U32(v) => Value::U32(*v.get(i)?),
-            Array::I32(v) => Value::I32(*v.get(i)?),
-            Array::F32(v) => Value::F32(*v.get(i)?),
-            Array::Bool(v) => Value::Bool(*v.get(i)?),
-            Array::Str(v) => Value::Str(v.get(i)?.clone()),
-            Array::U64(v) => Value::U64(*v.get(i)?),
-            Array::I64(v) => Value::I64(*v.get(i)?),
-            Array::F64(v) => Value::F64(*v.get(i)?),
-            Array::Array(v) => Value::Array(v.get(i)?.clone()),
-        })
+impl std::fmt::Display for Array {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "array of {}", self.len())
     }
 }
 
@@ -129,45 +140,6 @@ impl Value {
         match self {
             Value::Array(v) => Some(v),
             _ => None,
-        }
-    }
-
-    /// The name of the value's type, as the format's documentation has it.
-    pub fn type_name(&self) -> &'static str {
-        match self {
-            Value::U8(_) => "u8",
-            Value::I8(_) => "i8",
-            Value::U16(_) => "u16",
-            Value::I16(_) => "i16",
-            Value::U32(_) => "u32",
-            Value::I32(_) => "i32",
-            Value::F32(_) => "f32",
-            Value::Bool(_) => "bool",
-            Value::Str(_) => "string",
-            Value::U64(_) => "u64",
-            Value::I64(_) => "i64",
-            Value::F64(_) => "f64",
-            Value::Array(_) => "array",
-        }
-    }
-}
-
-impl std::fmt::Display for Value {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Value::U8(v) => write!(f, "{v}"),
-            Value::I8(v) => write!(f, "{v}"),
-            Value::U16(v) => write!(f, "{v}"),
-            Value::I16(v) => write!(f, "{v}"),
-            Value::U32(v) => write!(f, "{v}"),
-            Value::I32(v) => write!(f, "{v}"),
-            Value::F32(v) => write!(f, "{v}"),
-            Value::Bool(v) => write!(f, "{v}"),
-            Value::Str(v) => write!(f, "{v:?}"),
-            Value::U64(v) => write!(f, "{v}"),
-            Value::I64(v) => write!(f, "{v}"),
-            Value::F64(v) => write!(f, "{v}"),
-            Value::Array(v) => write!(f, "array of {}", v.len()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The configuration: every number the forward pass and the plan need, each with the key it came from.
 
+use super::glm_dsa;
 use crate::gguf::Value;
 
 /// Metadata as keys and values: a GGUF's pairs, or a Hugging Face `config.json` flattened to dotted keys.
@@ -40,6 +41,25 @@ impl Gating {
         match self {
             Gating::Softmax => "softmax",
             Gating::Sigmoid => "sigmoid",
+        }
+    }
+}
+
+/// What every query attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attention {
+    /// The keys that the indexer chooses, as the model was trained.
+    Dsa,
+    /// All keys: exact up to top-k tokens, beyond that a stated choice.
+    Dense,
+}
+
+impl Attention {
+    /// The word on the command line and in dumps.
+    pub fn name(self) -> &'static str {
+        match self {
+            Attention::Dsa => "dsa",
+            Attention::Dense => "dense",
         }
     }
 }
@@ -139,13 +159,12 @@ impl Config {
     /// # Errors
     /// A missing key, a value of the wrong type or out of range, or values that contradict each other.
     pub fn from_metadata(meta: &dyn Metadata, bytes: u64) -> Result<Self, ConfigError> {
-        let (key, expected) = match meta.is_hf() {
-            true => ("model_type", "glm_moe_dsa"),
-            false => ("general.architecture", "glm-dsa"),
+        let (key, expected, read): (_, _, fn(&dyn Metadata) -> _) = match meta.is_hf() {
+            true => ("model_type", glm_dsa::MODEL_TYPE, glm_dsa::from_hf),
+            false => ("general.architecture", glm_dsa::ARCHITECTURE, glm_dsa::from_gguf),
         };
         match meta.get(key).and_then(Value::as_str) {
-            Some(found) if found == expected && meta.is_hf() => super::glm_dsa::from_hf(meta),
-            Some(found) if found == expected => super::glm_dsa::from_gguf(meta),
+            Some(found) if found == expected => read(meta),
             found => {
                 let found = found.unwrap_or("no text there").into();
                 Err(ConfigError::Architecture { key, expected, found, bytes })

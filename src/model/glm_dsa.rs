@@ -5,6 +5,10 @@ use std::ops::Range;
 use super::config::{Config, ConfigError, Fact, Gating, Indexer, Metadata};
 use crate::gguf::Value;
 
+/// `general.architecture` of a GGUF.
+pub const ARCHITECTURE: &str = "glm-dsa";
+/// `model_type` of a `config.json`.
+pub(super) const MODEL_TYPE: &str = "glm_moe_dsa";
 /// eps of the indexer's LayerNorm; no file states it, transformers fixes it.
 const INDEX_EPS: f64 = 1e-6;
 /// eps that transformers gives the q_a and kv_a norms, whatever config.json says.
@@ -20,6 +24,11 @@ const MOST_TOP_K: u64 = 1 << 16;
 const MOST_BLOCKS: u64 = 1 << 10;
 const MOST_HEADS: u64 = 1 << 14;
 const MOST_EXPERTS: u64 = 1 << 14;
+
+/// The key of a GGUF that says `what` of the architecture.
+pub fn key(what: &str) -> String {
+    format!("{ARCHITECTURE}.{what}")
+}
 
 /// Reads values by key and remembers where each came from.
 struct Reader<'a> {

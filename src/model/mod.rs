@@ -6,6 +6,7 @@ mod glm_dsa;
 pub mod params;
 pub mod place;
 
-pub use config::{Config, ConfigError, Gating, Indexer, Metadata};
+pub use config::{Attention, Config, ConfigError, Gating, Indexer, Metadata};
+pub use glm_dsa::{ARCHITECTURE, key};
 pub use params::{Kind, Param};
 pub use place::{Block, Layout, Place, Point};

@@ -1,5 +1,6 @@
 //! Capturing points: what one rank held, and all ranks' values put together again.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Data, Probe, Then, Visit};
@@ -20,6 +21,14 @@ impl Values {
         match self {
             Values::F32(v) => v.len(),
             Values::I32(v) => v.len(),
+        }
+    }
+
+    /// The values of a range.
+    pub(crate) fn cut(&self, range: Range<usize>) -> Values {
+        match self {
+            Values::F32(v) => Values::F32(v[range].to_vec()),
+            Values::I32(v) => Values::I32(v[range].to_vec()),
         }
     }
 
@@ -48,47 +57,35 @@ pub type Filter = Arc<dyn Fn(Place) -> bool + Send + Sync>;
 /// A listener that keeps what it sees.
 pub struct Capture {
     filter: Filter,
-    stop_after: Option<Place>,
     seen: Vec<Captured>,
 }
 
 impl Capture {
     /// Captures the points that `filter` accepts.
     pub fn new(filter: Filter) -> Self {
-        Capture { filter, stop_after: None, seen: Vec::new() }
+        Capture { filter, seen: Vec::new() }
     }
 
-    /// Captures every point.
-    pub fn all() -> Self {
-        Self::new(Arc::new(|_| true))
-    }
-
-    /// Ends the step behind a place.
-    pub fn stop_after(mut self, place: Place) -> Self {
-        self.stop_after = Some(place);
-        self
+    /// Keeps the values if they are wanted.
+    pub(super) fn see(&mut self, visit: &Visit<'_>) {
+        if self.wants(visit.place) {
+            let values = match &visit.values {
+                Data::Values(v) => Values::F32(v.to_vec()),
+                Data::Indices(v) => Values::I32(v.to_vec()),
+            };
+            self.seen.push(Captured { place: visit.place, rows: visit.rows, shape: visit.shape.to_vec(), values });
+        }
     }
 }
 
 impl Probe for Capture {
     fn wants(&self, place: Place) -> bool {
-        self.stop_after == Some(place) || (self.filter)(place)
+        (self.filter)(place)
     }
 
     fn visit(&mut self, visit: Visit<'_>) -> Then {
-        let place = visit.place;
-        if (self.filter)(place) {
-            self.seen.push(Captured {
-                place,
-                rows: visit.rows,
-                shape: visit.shape.to_vec(),
-                values: match visit.values {
-                    Data::Values(v) => Values::F32(v.to_vec()),
-                    Data::Indices(v) => Values::I32(v.to_vec()),
-                },
-            });
-        }
-        if self.stop_after == Some(place) { Then::Stop } else { Then::Continue }
+        self.see(&visit);
+        Then::Continue
     }
 
     fn take(&mut self) -> Vec<Captured> {
@@ -145,22 +142,13 @@ pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
         Layout::Sharded { axis } => {
             let outer: usize = first.rows * first.shape[..axis].iter().product::<usize>();
             let chunk: usize = first.shape[axis..].iter().product();
-            let join = |get: &dyn Fn(&Values) -> Option<Vec<f32>>| -> Option<Vec<f32>> {
-                let parts: Vec<Vec<f32>> = ranks.iter().map(|r| get(&r.values)).collect::<Option<_>>()?;
-                let mut out = Vec::with_capacity(outer * chunk * ranks.len());
-                for o in 0..outer {
-                    for part in &parts {
-                        out.extend_from_slice(&part[o * chunk..(o + 1) * chunk]);
-                    }
-                }
-                Some(out)
-            };
-            let values = join(&|v| match v {
-                Values::F32(v) => Some(v.clone()),
+            let parts = ranks.iter().map(|r| match &r.values {
+                Values::F32(v) => Some(v.as_slice()),
                 Values::I32(_) => None,
             });
-            if let Some(values) = values {
-                whole.values = Values::F32(values);
+            if let Some(parts) = parts.collect::<Option<Vec<_>>>() {
+                let row = |o: usize| parts.iter().flat_map(move |part| &part[o * chunk..(o + 1) * chunk]);
+                whole.values = Values::F32((0..outer).flat_map(row).copied().collect());
                 whole.shape[axis] *= ranks.len();
             }
         }

@@ -1,44 +1,40 @@
 //! A listener that keeps 64 bits of every token's row instead of the row: enough to say that two runs hold the same bits
 //! and where they part, at a memory cost that lets all points of all layers be watched at once.
 
-use super::capture::{Captured, Filter, Values};
+use super::capture::{Capture, Captured, Filter};
 use super::{Data, Probe, Then, Visit};
 use crate::model::Place;
 
 /// Keeps, per point and row, a digest of the row's bits: captured as `[rows][2]` indices, the low and the high half.
-pub struct Digest {
-    filter: Filter,
-    seen: Vec<Captured>,
-}
+pub struct Digest(Capture);
 
 impl Digest {
     /// Watches the points that `filter` accepts.
     pub fn new(filter: Filter) -> Self {
-        Digest { filter, seen: Vec::new() }
+        Digest(Capture::new(filter))
     }
 }
 
 impl Probe for Digest {
     fn wants(&self, place: Place) -> bool {
-        (self.filter)(place)
+        self.0.wants(place)
     }
 
     fn visit(&mut self, visit: Visit<'_>) -> Then {
         let width = visit.shape.iter().product::<usize>().max(1);
         let halves = |digest: u64| [digest as u32 as i32, (digest >> 32) as u32 as i32];
-        let values: Vec<i32> = match visit.values {
+        let mut values: Vec<i32> = match visit.values {
             Data::Values(v) => v.chunks_exact(width).flat_map(|row| halves(digest(of_values(row)))).collect(),
             Data::Indices(v) => {
                 v.chunks_exact(width).flat_map(|row| halves(digest(row.iter().map(|i| *i as u32)))).collect()
             }
         };
-        let Visit { place, rows, .. } = visit;
-        self.seen.push(Captured { place, rows, shape: vec![2], values: Values::I32(values) });
+        self.0.see(&Visit { shape: &[2], values: Data::Indices(&mut values), ..visit });
         Then::Continue
     }
 
     fn take(&mut self) -> Vec<Captured> {
-        std::mem::take(&mut self.seen)
+        self.0.take()
     }
 }
 
@@ -58,6 +54,7 @@ fn digest(words: impl Iterator<Item = u32>) -> u64 {
 mod tests {
     use super::*;
     use crate::model::Point;
+    use crate::probe::Values;
 
     fn rows(values: &mut [f32], width: usize) -> Vec<i32> {
         let mut listener = Digest::new(std::sync::Arc::new(|_| true));

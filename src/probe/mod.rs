@@ -48,6 +48,10 @@ pub enum Then {
 pub trait Probe: Send {
     /// True if the values of this place are to be shown.
     fn wants(&self, place: Place) -> bool;
+    /// True if it may put other values there, or end the step: what runs behind the place must wait for it.
+    fn changes(&self, _place: Place) -> bool {
+        false
+    }
     /// Shows one rank's values.
     fn visit(&mut self, visit: Visit<'_>) -> Then;
     /// What was captured, at the end of the step.

@@ -33,15 +33,13 @@ impl Probe for Replace {
         self.with.contains_key(&place) || self.capture.wants(place)
     }
 
+    fn changes(&self, place: Place) -> bool {
+        self.with.contains_key(&place)
+    }
+
     fn visit(&mut self, visit: Visit<'_>) -> Then {
-        let Visit { place, rows, shape, mut values } = visit;
-        if self.capture.wants(place) {
-            let values = match &mut values {
-                Data::Values(v) => Data::Values(v),
-                Data::Indices(v) => Data::Indices(v),
-            };
-            self.capture.visit(Visit { place, rows, shape, values });
-        }
+        self.capture.see(&visit);
+        let Visit { place, rows, shape, values } = visit;
         let Some(given) = self.with.get(&place) else { return Then::Continue };
         let width = shape.iter().product();
         let positions = self.positions.get(..rows);

@@ -3,8 +3,7 @@
 use std::collections::HashMap;
 
 use super::capture::{Captured, UnshardError, Values, unshard};
-use crate::engine::Attention;
-use crate::model::{Block, Layout, Place};
+use crate::model::{Attention, Block, Layout, Place};
 
 /// The captures of one prompt of one sequence, from our engine or from somebody's dump. Row `i` of every point is
 /// position `i` (logits: the rows asked for, which are all of them here).
@@ -106,10 +105,9 @@ impl Trace {
     /// # Errors
     /// See [`unshard`].
     pub fn seen_by(&self, rank: usize, place: Place) -> Result<Captured, UnshardError> {
-        let ranks = self.ranks(place).unwrap_or_default();
-        match (place.point.layout(), ranks.get(rank)) {
+        match (place.point.layout(), self.ranks(place).and_then(|ranks| ranks.get(rank))) {
             (Layout::Replicated, Some(own)) => Ok(own.clone()),
-            _ => unshard(&ranks.iter().collect::<Vec<_>>()),
+            _ => self.whole(place),
         }
     }
 }

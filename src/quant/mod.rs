@@ -7,6 +7,22 @@
 //!
 //! The public golden rows of every format are compared in `tests/quantvec.rs`.
 
+/// Calls a function of the [`Format`] of a type.
+macro_rules! with_format {
+    ($ty:expr, $function:ident $arguments:tt) => {
+        with_format! { $ty, $function $arguments,
+            F32: float::F32, F16: float::F16, BF16: float::BF16,
+            Q4_0: legacy::Q4_0, Q4_1: legacy::Q4_1, Q5_0: legacy::Q5_0, Q5_1: legacy::Q5_1, Q8_0: legacy::Q8_0,
+            Q2_K: kquants::Q2K, Q3_K: kquants::Q3K, Q4_K: kquants::Q4K, Q5_K: kquants::Q5K, Q6_K: kquants::Q6K,
+            IQ4_NL: codebook::Iq4Nl, IQ4_XS: codebook::Iq4Xs, MXFP4: codebook::Mxfp4, NVFP4: codebook::Nvfp4,
+            IQ2_XXS: grid::Iq2Xxs, IQ2_XS: grid::Iq2Xs, IQ2_S: grid::Iq2S, IQ3_XXS: grid::Iq3Xxs, IQ3_S: grid::Iq3S
+        }
+    };
+    ($ty:expr, $function:ident $arguments:tt, $($name:ident: $format:ty),*) => {
+        match $ty { $(QuantType::$name => $function::<$format, _, _> $arguments,)* }
+    };
+}
+
 pub mod types;
 
 mod codebook;
@@ -20,7 +36,7 @@ mod scan;
 
 pub use isa::Isa;
 pub(crate) use isa::Level;
-pub use scan::{Scan, nonfinite, scan};
+pub use scan::{Scan, scan};
 pub use types::*;
 
 use isa::Codes;
@@ -98,30 +114,7 @@ impl Dequantiser {
 
     /// The dequantiser of `ty` at a given level.
     pub fn with(ty: QuantType, isa: Isa) -> Self {
-        let run = match ty {
-            QuantType::F32 => body::<float::F32, _, _>(isa),
-            QuantType::F16 => body::<float::F16, _, _>(isa),
-            QuantType::BF16 => body::<float::BF16, _, _>(isa),
-            QuantType::Q4_0 => body::<legacy::Q4_0, _, _>(isa),
-            QuantType::Q4_1 => body::<legacy::Q4_1, _, _>(isa),
-            QuantType::Q5_0 => body::<legacy::Q5_0, _, _>(isa),
-            QuantType::Q5_1 => body::<legacy::Q5_1, _, _>(isa),
-            QuantType::Q8_0 => body::<legacy::Q8_0, _, _>(isa),
-            QuantType::Q2_K => body::<kquants::Q2K, _, _>(isa),
-            QuantType::Q3_K => body::<kquants::Q3K, _, _>(isa),
-            QuantType::Q4_K => body::<kquants::Q4K, _, _>(isa),
-            QuantType::Q5_K => body::<kquants::Q5K, _, _>(isa),
-            QuantType::Q6_K => body::<kquants::Q6K, _, _>(isa),
-            QuantType::IQ4_NL => body::<codebook::Iq4Nl, _, _>(isa),
-            QuantType::IQ4_XS => body::<codebook::Iq4Xs, _, _>(isa),
-            QuantType::MXFP4 => body::<codebook::Mxfp4, _, _>(isa),
-            QuantType::NVFP4 => body::<codebook::Nvfp4, _, _>(isa),
-            QuantType::IQ2_XXS => body::<grid::Iq2Xxs, _, _>(isa),
-            QuantType::IQ2_XS => body::<grid::Iq2Xs, _, _>(isa),
-            QuantType::IQ2_S => body::<grid::Iq2S, _, _>(isa),
-            QuantType::IQ3_XXS => body::<grid::Iq3Xxs, _, _>(isa),
-            QuantType::IQ3_S => body::<grid::Iq3S, _, _>(isa),
-        };
+        let run = with_format!(ty, body(isa));
         let info = ty.info();
         Self { ty, block: info.block, block_bytes: info.bytes, run }
     }

@@ -17,67 +17,35 @@ pub struct Scan {
 
 /// Scans all blocks of `bytes`. Errors when they are not whole blocks.
 pub fn scan(ty: QuantType, bytes: &[u8]) -> Result<Scan, QuantError> {
-    dispatch(ty, bytes, false)
-}
-
-/// Index of the first block with a NaN or infinite value; stops soon after it. Errors when `bytes` is not whole blocks.
-pub fn nonfinite(ty: QuantType, bytes: &[u8]) -> Result<Option<u64>, QuantError> {
-    Ok(dispatch(ty, bytes, true)?.first_nonfinite_block)
-}
-
-fn dispatch(ty: QuantType, bytes: &[u8], stop_at_first: bool) -> Result<Scan, QuantError> {
     let block_bytes = ty.info().bytes;
     if !bytes.len().is_multiple_of(block_bytes) {
         return Err(QuantError::Ragged { ty, bytes: bytes.len(), block_bytes });
     }
-    Ok(match ty {
-        QuantType::F32 => walk::<float::F32, _, _>(bytes, stop_at_first),
-        QuantType::F16 => walk::<float::F16, _, _>(bytes, stop_at_first),
-        QuantType::BF16 => walk::<float::BF16, _, _>(bytes, stop_at_first),
-        QuantType::Q4_0 => walk::<legacy::Q4_0, _, _>(bytes, stop_at_first),
-        QuantType::Q4_1 => walk::<legacy::Q4_1, _, _>(bytes, stop_at_first),
-        QuantType::Q5_0 => walk::<legacy::Q5_0, _, _>(bytes, stop_at_first),
-        QuantType::Q5_1 => walk::<legacy::Q5_1, _, _>(bytes, stop_at_first),
-        QuantType::Q8_0 => walk::<legacy::Q8_0, _, _>(bytes, stop_at_first),
-        QuantType::Q2_K => walk::<kquants::Q2K, _, _>(bytes, stop_at_first),
-        QuantType::Q3_K => walk::<kquants::Q3K, _, _>(bytes, stop_at_first),
-        QuantType::Q4_K => walk::<kquants::Q4K, _, _>(bytes, stop_at_first),
-        QuantType::Q5_K => walk::<kquants::Q5K, _, _>(bytes, stop_at_first),
-        QuantType::Q6_K => walk::<kquants::Q6K, _, _>(bytes, stop_at_first),
-        QuantType::IQ4_NL => walk::<codebook::Iq4Nl, _, _>(bytes, stop_at_first),
-        QuantType::IQ4_XS => walk::<codebook::Iq4Xs, _, _>(bytes, stop_at_first),
-        QuantType::MXFP4 => walk::<codebook::Mxfp4, _, _>(bytes, stop_at_first),
-        QuantType::NVFP4 => walk::<codebook::Nvfp4, _, _>(bytes, stop_at_first),
-        QuantType::IQ2_XXS => walk::<grid::Iq2Xxs, _, _>(bytes, stop_at_first),
-        QuantType::IQ2_XS => walk::<grid::Iq2Xs, _, _>(bytes, stop_at_first),
-        QuantType::IQ2_S => walk::<grid::Iq2S, _, _>(bytes, stop_at_first),
-        QuantType::IQ3_XXS => walk::<grid::Iq3Xxs, _, _>(bytes, stop_at_first),
-        QuantType::IQ3_S => walk::<grid::Iq3S, _, _>(bytes, stop_at_first),
-    })
+    Ok(with_format!(ty, walk(bytes)))
 }
 
 /// Blocks looked at before asking whether one of them was bad: long enough to keep the inner loop free of branches.
 const STRIDE: usize = 1024;
 
-fn walk<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], stop_at_first: bool) -> Scan {
+fn walk<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8]) -> Scan {
     match Isa::best().level() {
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 | Level::Avx512 => {
             // SAFETY: both levels include AVX2, and an `Isa` exists only on machines that have its level.
-            unsafe { walk_avx2::<F, B, N>(bytes, stop_at_first) }
+            unsafe { walk_avx2::<F, B, N>(bytes) }
         }
-        Level::Baseline => walk_body::<F, B, N>(bytes, stop_at_first),
+        Level::Baseline => walk_body::<F, B, N>(bytes),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn walk_avx2<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], stop_at_first: bool) -> Scan {
-    walk_body::<F, B, N>(bytes, stop_at_first)
+fn walk_avx2<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8]) -> Scan {
+    walk_body::<F, B, N>(bytes)
 }
 
 #[inline(always)]
-fn walk_body<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], stop_at_first: bool) -> Scan {
+fn walk_body<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8]) -> Scan {
     let mut found = Scan { nonfinite_blocks: 0, first_nonfinite_block: None, max_abs_bound: 0.0 };
     for (stride, blocks) in bytes.as_chunks::<B>().0.chunks(STRIDE).enumerate() {
         let mut bad = 0u32;
@@ -95,9 +63,6 @@ fn walk_body<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], stop
             if found.first_nonfinite_block.is_none() {
                 let at = blocks.iter().position(|block| !F::bound(block).is_finite());
                 found.first_nonfinite_block = at.map(|at| (stride * STRIDE + at) as u64);
-            }
-            if stop_at_first {
-                break;
             }
         }
     }
@@ -132,7 +97,6 @@ mod tests {
             let found = scan(ty, &bytes).unwrap();
             assert_eq!(found.nonfinite_blocks, bad.len() as u64, "{ty}");
             assert_eq!(found.first_nonfinite_block, bad.first().copied(), "{ty}");
-            assert_eq!(nonfinite(ty, &bytes).unwrap(), bad.first().copied(), "{ty}");
             if ty != QuantType::NVFP4 {
                 assert!(!bad.is_empty(), "{ty}: the bytes were meant to hold bad scales");
             }
@@ -147,6 +111,6 @@ mod tests {
     #[test]
     fn ragged_bytes_are_refused() {
         assert!(scan(QuantType::Q6_K, &[0; 209]).is_err());
-        assert_eq!(nonfinite(QuantType::Q6_K, &[0; 210]), Ok(None));
+        assert_eq!(scan(QuantType::Q6_K, &[0; 210]).unwrap().first_nonfinite_block, None);
     }
 }

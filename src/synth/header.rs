@@ -6,7 +6,7 @@ use super::{Spec, SynthError, Widths, vocabulary};
 use crate::checkpoint::{Naming, names};
 use crate::gguf::Value;
 use crate::gguf::write::NewTensor;
-use crate::model::{Config, Kind, Metadata, Param, params};
+use crate::model::{self, Config, Kind, Metadata, Param, params};
 use crate::quant::QuantType;
 
 /// GLM-5's context. Below 2^20, so every layer has an indexer of its own.
@@ -29,7 +29,7 @@ pub(super) fn metadata(spec: &Spec) -> Vec<(String, Value)> {
     let w = &spec.widths;
     let name = format!("Synthetic {}, {} layers, seed {}", w.name, spec.layers, spec.seed);
     let mut all: Vec<(String, Value)> = vec![
-        ("general.architecture".into(), Value::Str("glm-dsa".into())),
+        ("general.architecture".into(), Value::Str(model::ARCHITECTURE.into())),
         ("general.type".into(), Value::Str("model".into())),
         ("general.name".into(), Value::Str(name)),
         ("general.description".into(), Value::Str("Random weights, for tests and benches".into())),
@@ -64,14 +64,14 @@ pub(super) fn metadata(spec: &Spec) -> Vec<(String, Value)> {
         ("attention.indexer.top_k", w.top_k),
         ("vocab_size", w.vocab),
     ] {
-        all.push((format!("glm-dsa.{key}"), Value::U32(value)));
+        all.push((model::key(key), Value::U32(value)));
     }
     for (key, value) in
         [("attention.layer_norm_rms_epsilon", 1e-5), ("expert_weights_scale", 2.5), ("rope.freq_base", 1e6)]
     {
-        all.push((format!("glm-dsa.{key}"), Value::F32(value)));
+        all.push((model::key(key), Value::F32(value)));
     }
-    all.push(("glm-dsa.expert_weights_norm".into(), Value::Bool(true)));
+    all.push((model::key("expert_weights_norm"), Value::Bool(true)));
     all.extend(vocabulary::metadata(w.vocab as usize));
     all
 }
@@ -81,7 +81,7 @@ pub(super) fn metadata(spec: &Spec) -> Vec<(String, Value)> {
 pub(super) fn tensors(spec: &Spec, metadata: &[(String, Value)]) -> Result<Vec<(NewTensor, Fill)>, SynthError> {
     let config = Config::from_metadata(&Pairs(metadata), 0).map_err(|e| SynthError::Spec {
         what: "the sizes of the model",
-        expected: "a glm-dsa model".into(),
+        expected: format!("a {} model", model::ARCHITECTURE),
         found: e.to_string(),
     })?;
     let (mut all, mut units) = (Vec::new(), Units::default());

@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use crate::quant::QuantType;
 use crate::report::table::bytes;
 
+pub(crate) use values::Random;
 pub use values::makes;
 pub use vocabulary::LEAST_VOCAB;
 pub use write::{Written, write};

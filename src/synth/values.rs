@@ -21,8 +21,8 @@ const SCALES: usize = 256;
 const MEASURED: usize = 1 << 20;
 
 /// Where a block format holds its f16 scale.
+#[derive(Clone, Copy)]
 struct Layout {
-    name: &'static str,
     scale: usize,
     /// The f16 that shifts every value, if any.
     min: Option<usize>,
@@ -30,33 +30,19 @@ struct Layout {
     set: (usize, usize, u8),
 }
 
-const fn layout(name: &'static str, scale: usize, min: Option<usize>, set: (usize, usize, u8)) -> Layout {
-    Layout { name, scale, min, set }
-}
-
-/// The public block layouts of ggml at `0c1e57098`. Formats that this build cannot dequantise are not offered.
-static LAYOUTS: [Layout; 17] = [
-    layout("Q4_0", 0, None, (0, 0, 0)),
-    layout("Q4_1", 0, Some(2), (0, 0, 0)),
-    layout("Q5_0", 0, None, (0, 0, 0)),
-    layout("Q5_1", 0, Some(2), (0, 0, 0)),
-    layout("Q8_0", 0, None, (0, 0, 0)),
-    layout("Q2_K", 80, Some(82), (0, 16, 0x88)),
-    layout("Q3_K", 108, None, (0, 0, 0)),
-    layout("Q4_K", 0, Some(2), (4, 12, 0xa0)),
-    layout("Q5_K", 0, Some(2), (4, 12, 0xa0)),
-    layout("Q6_K", 208, None, (0, 0, 0)),
-    layout("IQ4_NL", 0, None, (0, 0, 0)),
-    layout("IQ4_XS", 0, None, (0, 0, 0)),
-    layout("IQ2_XXS", 0, None, (0, 0, 0)),
-    layout("IQ2_XS", 0, None, (0, 0, 0)),
-    layout("IQ2_S", 0, None, (0, 0, 0)),
-    layout("IQ3_XXS", 0, None, (0, 0, 0)),
-    layout("IQ3_S", 0, None, (0, 0, 0)),
-];
-
-fn layout_of(ty: QuantType) -> Option<&'static Layout> {
-    LAYOUTS.iter().find(|l| l.name == ty.name())
+/// The public block layouts of ggml at `0c1e57098`; `None` for plain types and for formats without an f16 scale.
+fn layout_of(ty: QuantType) -> Option<Layout> {
+    use QuantType::*;
+    let (scale, min, set) = match ty {
+        F32 | F16 | BF16 | MXFP4 | NVFP4 => return None,
+        Q4_0 | Q5_0 | Q8_0 | IQ4_NL | IQ4_XS | IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S => (0, None, (0, 0, 0)),
+        Q4_1 | Q5_1 => (0, Some(2), (0, 0, 0)),
+        Q2_K => (80, Some(82), (0, 16, 0x88)),
+        Q3_K => (108, None, (0, 0, 0)),
+        Q4_K | Q5_K => (0, Some(2), (4, 12, 0xa0)),
+        Q6_K => (208, None, (0, 0, 0)),
+    };
+    Some(Layout { scale, min, set })
 }
 
 /// Whether tensors of `ty` can be made.
@@ -69,7 +55,7 @@ pub fn makes(ty: QuantType) -> bool {
 pub(super) struct Units(BTreeMap<QuantType, (f64, f64)>);
 
 impl Units {
-    fn of(&mut self, ty: QuantType, layout: &Layout) -> Result<(f64, f64), SynthError> {
+    fn of(&mut self, ty: QuantType, layout: Layout) -> Result<(f64, f64), SynthError> {
         if let Some(unit) = self.0.get(&ty) {
             return Ok(*unit);
         }
@@ -90,7 +76,7 @@ enum Values {
     /// Uniform around a mean, at most this far from it.
     Plain { mean: f32, reach: f32 },
     /// Scale and minimum as f16 bytes.
-    Blocks { layout: &'static Layout, scales: Vec<[[u8; 2]; 2]> },
+    Blocks { layout: Layout, scales: Vec<[[u8; 2]; 2]> },
 }
 
 impl Fill {
@@ -140,7 +126,7 @@ impl Fill {
             }
             Values::Blocks { layout, scales } => {
                 random.bytes(out);
-                scale_blocks(self.ty, layout, scales, out);
+                scale_blocks(self.ty, *layout, scales, out);
             }
         }
     }
@@ -153,7 +139,7 @@ fn store<const N: usize>(out: &mut [u8], mut value: impl FnMut() -> [u8; N]) {
 }
 
 /// Writes a scale, chosen by the random byte that it replaces, and minimum into every block.
-fn scale_blocks(ty: QuantType, layout: &Layout, scales: &[[[u8; 2]; 2]], out: &mut [u8]) {
+fn scale_blocks(ty: QuantType, layout: Layout, scales: &[[[u8; 2]; 2]], out: &mut [u8]) {
     let (from, to, bits) = layout.set;
     for block in out.chunks_exact_mut(ty.info().bytes) {
         let [scale, min] = scales[usize::from(block[layout.scale]) % scales.len()];
@@ -166,7 +152,7 @@ fn scale_blocks(ty: QuantType, layout: &Layout, scales: &[[[u8; 2]; 2]], out: &m
 }
 
 /// Scale and minimum at which random blocks of a format have mean 0 and standard deviation 1.
-fn unit(ty: QuantType, layout: &Layout) -> Result<(f64, f64), SynthError> {
+fn unit(ty: QuantType, layout: Layout) -> Result<(f64, f64), SynthError> {
     let moments = |scale: f64, min: f64| -> Result<(f64, f64), SynthError> {
         let mut blocks = vec![0; MEASURED / ty.block() * ty.info().bytes];
         Random(1).bytes(&mut blocks);
@@ -193,7 +179,7 @@ fn unit(ty: QuantType, layout: &Layout) -> Result<(f64, f64), SynthError> {
 
 /// Scales from 3/4 to 5/4 of the one that gives `deviation`, with their minima. Codes of formats without a minimum lie
 /// around -1/2 or so; scales of both signs cancel that.
-fn scales(layout: &Layout, scale: f64, min: f64, deviation: f32) -> Vec<[[u8; 2]; 2]> {
+fn scales(layout: Layout, scale: f64, min: f64, deviation: f32) -> Vec<[[u8; 2]; 2]> {
     let factor = |i: usize| 0.75 + 0.5 * (i / 2) as f64 / (SCALES / 2 - 1) as f64;
     let mean_square = (0..SCALES).map(|i| factor(i).powi(2)).sum::<f64>() / SCALES as f64;
     let to_deviation = f64::from(deviation) / mean_square.sqrt();
@@ -210,11 +196,11 @@ fn half(value: f64) -> [u8; 2] {
 }
 
 /// splitmix64: the state only counts, so the multiplications of neighbouring numbers overlap.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     #[inline]
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

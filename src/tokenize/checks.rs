@@ -79,13 +79,27 @@ pub struct Check {
     pub detail: String,
 }
 
+/// What was found: evidence that a fact holds, or that it does not.
+type Fact = Result<String, String>;
+
+fn fact(holds: bool, detail: String) -> Fact {
+    if holds { Ok(detail) } else { Err(detail) }
+}
+
+impl Check {
+    fn of((name, fact): (&'static str, Fact)) -> Self {
+        let ok = fact.is_ok();
+        Check { name, ok, detail: fact.unwrap_or_else(|problem| problem) }
+    }
+}
+
 impl TokenizerSpec {
     /// All facts about this description: [`Tokenizer::checks`] where a tokenizer can be built, otherwise the one fact
     /// that it cannot, and why. `vocab_rows` are the rows of the embedding.
     pub fn checks(&self, vocab_rows: Option<usize>, other: Option<&JsonTokenizer>) -> Vec<Check> {
         match Tokenizer::new(self) {
             Ok(tokenizer) => tokenizer.checks(self, vocab_rows, other),
-            Err(error) => vec![Check { name: "built", ok: false, detail: error.to_string() }],
+            Err(error) => vec![Check::of(("built", Err(error.to_string())))],
         }
     }
 }
@@ -95,20 +109,20 @@ impl Tokenizer {
     /// is the tokenizer.json to compare with.
     pub fn checks(&self, spec: &TokenizerSpec, vocab_rows: Option<usize>, other: Option<&JsonTokenizer>) -> Vec<Check> {
         let prompt = self.probe_prompt();
-        let mut checks = vec![
-            built(spec),
-            self.vocabulary(vocab_rows),
-            template(&prompt),
-            self.template_literals(spec, prompt.as_deref().unwrap_or_default()),
-            self.stop_check(),
-            self.bos_check(spec, prompt.as_deref().ok()),
-            self.round_trip(),
+        let mut facts = vec![
+            ("built", Ok(built(spec))),
+            ("vocabulary", self.vocabulary(vocab_rows)),
+            ("chat template", template(&prompt)),
+            ("template literals", self.template_literals(spec, prompt.as_deref().unwrap_or_default())),
+            ("stop ids", fact(!self.stop_ids().ids.is_empty(), self.stop_ids().to_string())),
+            ("bos", self.bos(spec, prompt.as_deref().ok())),
+            ("round trip", self.round_trip()),
         ];
         if let Some(other) = other {
-            checks.push(self.same_tokens(spec, other));
-            checks.push(self.same_ids(other));
+            facts.push(("tokens equal tokenizer.json's", same_tokens(spec, other)));
+            facts.push(("ids equal tokenizer.json's", self.same_ids(other)));
         }
-        checks
+        facts.into_iter().map(Check::of).collect()
     }
 
     /// A conversation as the template renders it.
@@ -118,27 +132,21 @@ impl Tokenizer {
         self.render_chat(&turns, true, &Map::new())
     }
 
-    fn vocabulary(&self, vocab_rows: Option<usize>) -> Check {
+    fn vocabulary(&self, vocab_rows: Option<usize>) -> Fact {
         let tokens = self.len();
-        let (ok, detail) = match vocab_rows {
-            None => (true, format!("{tokens} tokens; rows of the embedding not known")),
-            Some(rows) if rows > tokens => {
-                (true, format!("{tokens} tokens, {rows} rows in the embedding: {} padding rows", rows - tokens))
-            }
-            Some(rows) => (rows == tokens, format!("{tokens} tokens, {rows} rows in the embedding")),
-        };
-        Check { name: "vocabulary", ok, detail }
+        let Some(rows) = vocab_rows else { return Ok(format!("{tokens} tokens; rows of the embedding not known")) };
+        let detail = format!("{tokens} tokens, {rows} rows in the embedding");
+        match rows.checked_sub(tokens) {
+            Some(padding @ 1..) => Ok(format!("{detail}: {padding} padding rows")),
+            exact => fact(exact.is_some(), detail),
+        }
     }
 
     /// Every marker in the template's source and in a rendered prompt is one id of a control or user-defined token.
-    fn template_literals(&self, spec: &TokenizerSpec, prompt: &str) -> Check {
-        let name = "template literals";
+    fn template_literals(&self, spec: &TokenizerSpec, prompt: &str) -> Fact {
         let source = spec.chat_template.as_deref().unwrap_or_default();
         // The second and third kinds are often plain text or Jinja, too.
-        let marker = match Regex::new(r"<\|[^<>|\s{}']+\|>|</?[A-Za-z_]+>|\[[A-Za-z_]+\]") {
-            Ok(marker) => marker,
-            Err(error) => return Check { name, ok: false, detail: error.to_string() },
-        };
+        let marker = Regex::new(r"<\|[^<>|\s{}']+\|>|</?[A-Za-z_]+>|\[[A-Za-z_]+\]").map_err(|e| e.to_string())?;
         let markers: BTreeSet<&str> =
             [source, prompt].into_iter().flat_map(|text| marker.find_iter(text)).map(|m| m.as_str()).collect();
         let found = |literal: &&str| source.contains(*literal) || prompt.contains(*literal);
@@ -158,113 +166,86 @@ impl Tokenizer {
                 _ => {}
             }
         }
-        let detail = match bad.as_slice() {
-            [] => format!("{} in the template, one id each", registered.len()),
-            bad => bad.join("; "),
-        };
-        Check { name, ok: bad.is_empty(), detail }
-    }
-
-    fn stop_check(&self) -> Check {
-        Check { name: "stop ids", ok: !self.stop_ids().ids.is_empty(), detail: self.stop_ids().to_string() }
+        match bad.as_slice() {
+            [] => Ok(format!("{} in the template, one id each", registered.len())),
+            bad => Err(bad.join("; ")),
+        }
     }
 
     /// A chat prompt begins with exactly one BOS, or with none where the file says so.
-    fn bos_check(&self, spec: &TokenizerSpec, prompt: Option<&str>) -> Check {
-        let name = "bos";
-        let Some(bos) = spec.bos else {
-            return Check { name, ok: true, detail: "the file names none, none is added".into() };
+    fn bos(&self, spec: &TokenizerSpec, prompt: Option<&str>) -> Fact {
+        let Some(bos) = spec.bos else { return Ok("the file names none, none is added".into()) };
+        let leading = |ids: Result<Vec<u32>, TokenizeError>| match ids {
+            Ok(ids) => Ok(ids.iter().take_while(|id| **id == bos).count()),
+            Err(error) => Err(error.to_string()),
         };
-        let leading = |ids: Vec<u32>| ids.iter().take_while(|id| **id == bos).count();
-        let by_tokenizer = usize::from(self.tokenizer_bos().is_some());
         let text = prompt.unwrap_or_default();
-        let counts = self.encode(text, true).and_then(|ids| Ok((leading(ids), leading(self.prompt_ids(text)?))));
-        let (by_template, served) = match counts {
-            Ok(counts) => counts,
-            Err(error) => return Check { name, ok: false, detail: error.to_string() },
-        };
+        let (by_template, served) = (leading(self.encode(text, true))?, leading(self.prompt_ids(text))?);
+        let by_tokenizer = usize::from(self.tokenizer_bos().is_some());
+        let both = by_template + by_tokenizer;
         // Without a template there is no chat prompt, and the tokenizer's word is all there is.
         let ok = served == 1 || (served == 0 && (prompt.is_none() || spec.add_bos == Some(false)));
-        let both = by_template + by_tokenizer;
-        let detail =
-            format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}");
-        Check { name, ok, detail }
+        fact(
+            ok,
+            format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}"),
+        )
     }
 
     /// Every probe text comes back from its ids.
-    fn round_trip(&self) -> Check {
-        let name = "round trip";
+    fn round_trip(&self) -> Fact {
         for text in PROBE {
-            let back = self.encode(text, true).map(|ids| self.decode(&ids, false));
-            match back {
-                Ok(back) if back == text => {}
-                Ok(back) => return Check { name, ok: false, detail: format!("{text:?} comes back as {back:?}") },
-                Err(error) => return Check { name, ok: false, detail: format!("{text:?}: {error}") },
-            }
+            let ids = self.encode(text, true).map_err(|error| format!("{text:?}: {error}"))?;
+            let back = self.decode(&ids, false);
+            fact(back == text, format!("{text:?} comes back as {back:?}"))?;
         }
-        Check { name, ok: true, detail: format!("{} texts", PROBE.len()) }
-    }
-
-    fn same_tokens(&self, spec: &TokenizerSpec, other: &JsonTokenizer) -> Check {
-        let name = "tokens equal tokenizer.json's";
-        // Converters fill ids without a token with unused ones, so those may be absent on the other side.
-        let unused = |id: usize| spec.types.get(id) == Some(&5);
-        for ((at, id), token) in (0usize..).zip(0u32..).zip(&spec.tokens) {
-            match other.token(id) {
-                Some(theirs) if theirs == *token => {}
-                None if unused(at) => {}
-                theirs => {
-                    let detail = format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json");
-                    return Check { name, ok: false, detail };
-                }
-            }
-        }
-        let surplus = other.len() > spec.tokens.len();
-        let detail = format!("{} here, {} in tokenizer.json", spec.tokens.len(), other.len());
-        Check { name, ok: !surplus, detail }
+        Ok(format!("{} texts", PROBE.len()))
     }
 
     /// Every probe text has the same ids on both sides.
-    fn same_ids(&self, other: &JsonTokenizer) -> Check {
-        let name = "ids equal tokenizer.json's";
+    fn same_ids(&self, other: &JsonTokenizer) -> Fact {
         for text in PROBE {
-            let (ours, theirs) = match (self.encode(text, true), other.encode(text)) {
-                (Ok(ours), Ok(theirs)) => (ours, theirs),
-                (Err(error), _) | (_, Err(error)) => {
-                    return Check { name, ok: false, detail: format!("{text:?}: {error}") };
-                }
-            };
-            if ours != theirs {
-                let detail = format!("first difference at {text:?}: {ours:?} here, {theirs:?} by tokenizer.json");
-                return Check { name, ok: false, detail };
-            }
+            let problem = |error: TokenizeError| format!("{text:?}: {error}");
+            let (ours, theirs) = (self.encode(text, true).map_err(problem)?, other.encode(text).map_err(problem)?);
+            fact(ours == theirs, format!("first difference at {text:?}: {ours:?} here, {theirs:?} by tokenizer.json"))?;
         }
-        Check { name, ok: true, detail: format!("{} texts", PROBE.len()) }
+        Ok(format!("{} texts", PROBE.len()))
     }
 }
 
+fn same_tokens(spec: &TokenizerSpec, other: &JsonTokenizer) -> Fact {
+    // Converters fill ids without a token with unused ones, so those may be absent on the other side.
+    let unused = |id: usize| spec.types.get(id) == Some(&5);
+    for ((at, id), token) in (0usize..).zip(0u32..).zip(&spec.tokens) {
+        match other.token(id) {
+            Some(theirs) if theirs == *token => {}
+            None if unused(at) => {}
+            theirs => return Err(format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json")),
+        }
+    }
+    let (here, there) = (spec.tokens.len(), other.len());
+    fact(there <= here, format!("{here} here, {there} in tokenizer.json"))
+}
+
 /// What building the tokenizer has established.
-fn built(spec: &TokenizerSpec) -> Check {
+fn built(spec: &TokenizerSpec) -> String {
     let count = |wanted: &[i32]| spec.types.iter().filter(|t| wanted.contains(t)).count();
-    let detail = format!(
+    format!(
         "{}, pre-tokenizer {}, {} control and {} user-defined tokens, {} merges all resolved",
         spec.model,
         spec.pre.as_deref().unwrap_or_default(),
         count(&[2, 3]),
         count(&[4]),
         spec.merges.len()
-    );
-    Check { name: "built", ok: true, detail }
+    )
 }
 
 /// The chat template renders, or there is none.
-fn template(prompt: &Result<String, TokenizeError>) -> Check {
-    let (ok, detail) = match prompt {
-        Ok(prompt) => (true, format!("renders: {prompt:?}")),
-        Err(TokenizeError::TemplateAbsent) => (true, "none in the file: plain completion only".into()),
-        Err(error) => (false, error.to_string()),
-    };
-    Check { name: "chat template", ok, detail }
+fn template(prompt: &Result<String, TokenizeError>) -> Fact {
+    match prompt {
+        Ok(prompt) => Ok(format!("renders: {prompt:?}")),
+        Err(TokenizeError::TemplateAbsent) => Ok("none in the file: plain completion only".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Whether `merge` ("left right") makes `token`.

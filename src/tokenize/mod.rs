@@ -10,7 +10,6 @@
 mod alphabet;
 mod bpe;
 mod checks;
-mod clock;
 mod error;
 mod hf;
 mod pretok;

@@ -2,13 +2,14 @@
 //! model's prompts were made. Block white space is trimmed, `tojson` and printed values follow Python, special tokens
 //! are variables, `raise_exception` and `strftime_now` exist. Templates come from files, so rendering is bounded.
 
+use chrono::format::StrftimeItems;
+use chrono::{DateTime, Utc};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
-use super::clock;
 use super::error::TokenizeError;
 use super::pyvalue;
 use super::spec::TokenizerSpec;
@@ -60,8 +61,8 @@ impl ChatTemplate {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
         environment.add_function("strftime_now", |format: String| {
-            clock::strftime(&format, clock::now()).map_err(|field| {
-                Error::new(ErrorKind::InvalidOperation, format!("strftime_now: unknown field {field}"))
+            strftime(&format, Utc::now()).ok_or_else(|| {
+                Error::new(ErrorKind::InvalidOperation, format!("strftime_now: unknown field in {format}"))
             })
         });
         environment.add_template_owned(NAME, source).map_err(|e| template_error(&e))?;
@@ -87,6 +88,12 @@ impl ChatTemplate {
         let template = self.environment.get_template(NAME).map_err(|e| template_error(&e))?;
         template.render(context).map_err(|e| template_error(&e))
     }
+}
+
+/// `format` as Python's strftime fills it, in UTC. `None` for a field that does not exist: printing it would panic.
+fn strftime(format: &str, at: DateTime<Utc>) -> Option<String> {
+    let items = StrftimeItems::new(format).parse().ok()?;
+    Some(at.format_with_items(items.iter()).to_string())
 }
 
 fn message_value(message: &ChatMessage) -> Value {
@@ -195,5 +202,22 @@ mod tests {
         let date = render("{{ strftime_now('%Y-%m-%d') }}").unwrap();
         assert!(date.len() == 10 && date.as_str() >= "2024", "{date}");
         assert!(render("{{ strftime_now('%Q') }}").is_err());
+    }
+
+    #[test]
+    fn known_dates() {
+        let all = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %y %I %p %-d%%";
+        // Expected: Python's datetime.fromtimestamp(t, timezone.utc).strftime(all).
+        for (seconds, expected) in [
+            (-1, "1969-12-31 23:59:59 Wednesday Wed December Dec 365 69 11 PM 31%"),
+            (0, "1970-01-01 00:00:00 Thursday Thu January Jan 001 70 12 AM 1%"),
+            (951_827_696, "2000-02-29 12:34:56 Tuesday Tue February Feb 060 00 12 PM 29%"),
+            (4_102_444_799, "2099-12-31 23:59:59 Thursday Thu December Dec 365 99 11 PM 31%"),
+        ] {
+            assert_eq!(strftime(all, DateTime::from_timestamp(seconds, 0).unwrap()).as_deref(), Some(expected));
+        }
+        for unknown in ["%Q", "%", "%Y %"] {
+            assert_eq!(strftime(unknown, Utc::now()), None);
+        }
     }
 }

@@ -1,24 +1,24 @@
 //! Stage `activations`: is every operation of every layer right? Judged by replay and the noise floor.
 
+use std::sync::Arc;
+
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, Weights};
 
 use super::op::{OpFinding, judge_op};
 use super::pairing::recipe_of;
 use super::replay::Judge;
-use super::subject::{points_of, run_prompt};
-use super::{Check, Progress, StageReport, Subject, Verdict, VerifyError};
-use crate::checkpoint::Naming;
+use super::subject::{points_of, run_prompt, run_prompt_with};
+use super::whole::own_eps;
+use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::{Attention, Recipe};
 use crate::model::{Block, Layout, Place, Point};
-use crate::probe::Trace;
+use crate::probe::{Capture, Probe, Trace};
+use crate::report::{Check, Progress, StageReport, Verdict};
 
 /// The eps policy that the reference takes from the kind of file.
 pub fn eps_of(subject: &Subject) -> Eps {
-    match subject.checkpoint.source().naming() {
-        Naming::Gguf => Eps::File,
-        Naming::Hf => Eps::Hf,
-    }
+    own_eps(&subject.checkpoint)
 }
 
 /// Runs the stage.
@@ -95,12 +95,12 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
     let weights = ModelWeights::new(&raw, &config);
     let mut all = Vec::new();
     let layers = config.layers;
-    for_traces(subject, &mut |trace| {
-        let every: Vec<usize> = (0..trace.ids.len()).collect();
-        let judge = judge_of(&config, &weights, subject.recipe, trace, &subject.rows, &every);
-        for place in expected_places(&judge, trace, subject) {
+    for_traces(subject, &mut |traces| {
+        let every: Vec<usize> = (0..subject.ids.len()).collect();
+        let judge = judge_of(&config, &weights, subject.recipe, traces[0], &subject.rows, &every);
+        for place in expected_places(&judge, traces[0], subject) {
             progress.at("activations: layers replayed", place.layer().map_or(0, |l| l + 1), layers);
-            all.push(judge_op(&judge, trace, place, subject)?);
+            all.push(judge_runs(&judge, traces, place, subject)?.0);
         }
         Ok(())
     })?;
@@ -128,13 +128,47 @@ pub(crate) fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subjec
     known.filter(|place| trace.shows(*place) && subject.wants_layer(place.layer())).collect()
 }
 
-/// Hands out the traces to judge: the given one, or our own run, in groups of layers that fit in memory.
+/// Judges an operation in all runs of the same prompt: the worse finding, and the run that it is of. A run that holds the
+/// bits of the first one, in what the operation reads and in what it gives, needs no second look.
+pub(crate) fn judge_runs<'a>(
+    judge: &Judge<'_>,
+    traces: &[&'a Trace],
+    place: Place,
+    subject: &Subject,
+) -> Result<(OpFinding, &'a Trace), VerifyError> {
+    let mut worst = (judge_op(judge, traces[0], place, subject)?, traces[0]);
+    // A choice is judged by what its scores are made from.
+    let scored = place.point.scores().and_then(|scores| judge.inputs(place.at(scores)));
+    let mut read = judge.inputs(place).unwrap_or_default();
+    read.extend(scored.unwrap_or_default());
+    read.push(place);
+    read.retain(|p| !is_tap(*p));
+    for other in traces[1..].iter().filter(|_| !is_tap(place)) {
+        let held = |p: &Place| other.ranks(*p).is_some() && other.ranks(*p) == traces[0].ranks(*p);
+        if !read.iter().all(held) {
+            let found = judge_op(judge, other, place, subject)?;
+            let badness = |f: &OpFinding| (f.verdict, f.rho.0 / f.rho.1);
+            if badness(&found) > badness(&worst.0) {
+                worst = (OpFinding { detail: format!("in the fused program: {}", found.detail), ..found }, other);
+            }
+        }
+    }
+    Ok(worst)
+}
+
+/// True for what the program that serves holds nowhere: the scores that its indexer chooses from.
+fn is_tap(place: Place) -> bool {
+    place.point == Point::IndexScores
+}
+
+/// Hands out the traces to judge: the given one, or our own runs, in groups of layers that fit in memory. These are two:
+/// of the program as it is written, which shows every point, and as it is fused to serve, by the points that it has.
 pub(crate) fn for_traces(
     subject: &Subject,
-    each: &mut dyn FnMut(&Trace) -> Result<(), VerifyError>,
+    each: &mut dyn FnMut(&[&Trace]) -> Result<(), VerifyError>,
 ) -> Result<(), VerifyError> {
     if let Some(trace) = &subject.target {
-        return each(trace);
+        return each(&[trace]);
     }
     let c = subject.checkpoint.config();
     let mut engine = subject.engine()?;
@@ -148,13 +182,20 @@ pub(crate) fn for_traces(
         needed.extend(chunk.iter().filter_map(|l| l.checked_sub(1)));
         needed.extend(chunk.iter().filter_map(|l| (0..=*l).rev().find(|f| c.is_full(*f))));
         needed.extend(last.then(|| c.layers - 1));
-        let (trace, _) = run_prompt(&mut engine, &subject.ids, points_of(Some(needed)))?;
-        each(&trace.restricted(chunk, first, last))?;
+        let wanted = points_of(Some(needed));
+        let every = || Box::new(Capture::new(wanted.clone())) as Box<dyn Probe>;
+        let (written, _) = run_prompt_with(&mut engine, &subject.ids, true, &every)?;
+        // Another prompt in between, so that the second run finds nothing of the first in caches and buffers.
+        let other: Vec<u32> = subject.ids.iter().rev().copied().collect();
+        run_prompt(&mut engine, &other, Arc::new(|_| false))?;
+        let own = wanted.clone();
+        let (fused, _) = run_prompt(&mut engine, &subject.ids, Arc::new(move |place| own(place) && !is_tap(place)))?;
+        each(&[&written.restricted(chunk, first, last), &fused.restricted(chunk, first, last)])?;
     }
     Ok(())
 }
 
-/// Memory that captures of our own run may take.
+/// Memory that captures of our own two runs may take.
 const CAPTURE_BYTES: usize = 512 << 20;
 
 fn layers_at_once(subject: &Subject) -> usize {
@@ -167,5 +208,5 @@ fn layers_at_once(subject: &Subject) -> usize {
         .sum();
     let sharded = c.heads * (2 * c.qk_head() + 2 * c.kv_lora + c.v_head) + (c.experts_used + 1) * c.expert_ffn;
     let row = subject.tp * (replicated + n + 2 * c.hidden) + sharded;
-    (CAPTURE_BYTES / (row * n * 4).max(1)).max(1)
+    (CAPTURE_BYTES / (2 * row * n * 4).max(1)).max(1)
 }

@@ -5,13 +5,12 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::VerifyError;
 use super::logits::{fed, judge};
-use super::subject::{Progress, Subject};
-use super::verdict::{Check, Verdict};
+use super::{Subject, VerifyError};
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Engine, Options};
+use crate::report::{Check, Progress, Verdict};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
 /// A user's turn and what the model is known to answer.

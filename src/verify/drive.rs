@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::VerifyError;
-use crate::engine::batch::{Batch, Token};
+use crate::device::{Batch, Token};
 use crate::engine::kv::PAGE;
 use crate::engine::{Engine, EngineError};
 use crate::model::{Place, Point};
@@ -37,12 +37,14 @@ pub struct Feed<'a> {
     pub before: Vec<Vec<u32>>,
     /// Sequences that stand in the same steps behind it.
     pub behind: Vec<Vec<u32>>,
+    /// Through the program as it is written, without fusing.
+    pub expanded: bool,
 }
 
 impl<'a> Feed<'a> {
     /// Alone, in one step.
     pub fn whole(ids: &'a [u32]) -> Self {
-        Feed { ids, chunks: vec![ids.len()], before: Vec::new(), behind: Vec::new() }
+        Feed { ids, chunks: vec![ids.len()], before: Vec::new(), behind: Vec::new(), expanded: false }
     }
 
     /// Alone, in steps of these lengths; the last one repeats.
@@ -233,7 +235,7 @@ fn run(
     let cuts = feed.cuts();
     let mut fed = Fed { rows: feed.ids.len(), ranks: vec![BTreeMap::new(); engine.tp()], logits: Vec::new() };
     for (step, cut) in cuts.iter().enumerate() {
-        let mut batch = Batch { tables: tables.to_vec(), ..Batch::default() };
+        let mut batch = Batch { tables: tables.to_vec(), expanded: feed.expanded, ..Batch::default() };
         let mut positions = Vec::new();
         for (s, ids) in sequences.iter().enumerate() {
             let cut = match s == own {
@@ -281,18 +283,9 @@ fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, 
     let first = if captured.place == Place::LOGITS { 0 } else { first };
     let came = captured.values.len() / width.max(1);
     let rows = first.min(came)..(first + cut.len()).min(came);
-    let range = rows.start * width..rows.end * width;
-    let own = match &captured.values {
-        Values::F32(v) => Values::F32(v[range].to_vec()),
-        Values::I32(v) => Values::I32(v[range].to_vec()),
-    };
-    let all = held.entry(captured.place).or_insert_with(|| {
-        let values = match own {
-            Values::F32(_) => Values::F32(Vec::new()),
-            Values::I32(_) => Values::I32(Vec::new()),
-        };
-        Captured { rows: 0, values, ..captured }
-    });
+    let own = captured.values.cut(rows.start * width..rows.end * width);
+    let all = held.entry(captured.place);
+    let all = all.or_insert_with(|| Captured { rows: 0, values: captured.values.cut(0..0), ..captured });
     // More rows than the positions before this step are appended to all the same: one too many shows as well.
     if all.rows < cut.start {
         return;

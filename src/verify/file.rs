@@ -9,14 +9,13 @@ mod config;
 mod values;
 
 use std::collections::BTreeSet;
-use std::time::Instant;
 
-use super::verdict::{Check, StageReport, Verdict};
-use super::{Progress, Subject, VerifyError};
+use super::{Subject, VerifyError};
 use crate::checkpoint::{Binding, Checkpoint, Mtp};
 use crate::model::{Kind, Param, params};
 use crate::quant::QuantType;
 use crate::report::table::bytes;
+use crate::report::{Check, Progress, StageReport, Verdict};
 
 const STAGE: &str = "file";
 
@@ -25,7 +24,6 @@ const STAGE: &str = "file";
 /// # Errors
 /// None of its own: what is wrong with a file is a finding.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
-    let start = Instant::now();
     let checkpoint = &subject.checkpoint;
     let mut checks = vec![container(checkpoint)];
     checks.extend(warnings(checkpoint));
@@ -51,8 +49,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         checkpoint.coverage().bound
     );
     checks.extend(scan.checks);
-    let report = StageReport::new(STAGE, summary, checks);
-    Ok(StageReport { made, seconds: start.elapsed().as_secs_f64(), ..report })
+    Ok(StageReport { made, ..StageReport::new(STAGE, summary, checks) })
 }
 
 /// What the reader has established, so that a complete file is never called truncated.
@@ -216,6 +213,7 @@ fn dequantised(checkpoint: &Checkpoint) -> Check {
     Check::exact("dequantised", true, detail)
 }
 
-fn plural(n: usize, noun: &str) -> String {
+/// `1 file`, `2 files`.
+pub(crate) fn plural(n: usize, noun: &str) -> String {
     if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") }
 }

@@ -12,16 +12,14 @@
 //! counts where the reference's two best are further apart than two errors (2 sigma of that row).
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use lockstep_reference::{Arith, Eps};
+use ndarray::Array2;
 
 use super::drive::{Fed, Feed, Listen, choices, feed};
 use super::floor::limit;
-use super::subject::{Progress, Subject};
-use super::verdict::{Check, StageReport, Verdict};
 use super::whole::{self, Plan, Variant, Whole, divergence};
-use super::{VerifyError, asks};
+use super::{Subject, VerifyError, asks};
 use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;
 use crate::engine::sampler::{Sampling, greedy};
@@ -29,6 +27,7 @@ use crate::engine::scheduler::Request;
 use crate::engine::{Attention, Engine, Options};
 use crate::model::{Place, Point};
 use crate::probe::{Replacements, Trace};
+use crate::report::{Check, Progress, StageReport, Verdict};
 use crate::tokenize::Tokenizer;
 
 /// Tokens that the engine goes on with behind the subject's prompt, and behind a built-in one.
@@ -49,7 +48,6 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     if subject.ids.is_empty() {
         return Ok(StageReport::unmeasured("logits", "the prompt has no tokens"));
     }
-    let started = Instant::now();
     let mut checks = Vec::new();
     let summary = match &subject.target {
         Some(trace) => of_dump(subject, trace, progress, &mut checks)?,
@@ -58,9 +56,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     if subject.checkpoint.config().mtp_layers > 0 {
         checks.push(Check::new("MTP", Verdict::NotApplicable, "the engine does not run the MTP block"));
     }
-    let mut report = StageReport::new("logits", summary, checks);
-    report.seconds = started.elapsed().as_secs_f64();
-    Ok(report)
+    Ok(StageReport::new("logits", summary, checks))
 }
 
 /// A run to be judged.
@@ -296,13 +292,15 @@ fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
     values.sum::<f64>() / n
 }
 
+/// Of each row of a target from a reference's.
+fn divergences(exact: &Array2<f64>, target: &[Vec<f64>]) -> Vec<f64> {
+    exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
+}
+
 fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
     let Some(floored) = whole.logits() else { return Check::new(name, Verdict::Unmeasured, "no logits") };
     let rows = target.len().min(whole.rows());
-    let to = |exact: &ndarray::Array2<f64>| -> Vec<f64> {
-        exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
-    };
-    let found = to(&floored.exact);
+    let found = divergences(&floored.exact, target);
     let limits = limits(whole);
     let (sum, most) = (found.iter().sum::<f64>(), limits.iter().take(rows).sum::<f64>());
     if rows == 0 || most.is_nan() || most <= 0.0 {
@@ -315,7 +313,8 @@ fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
         Some(Eps::Hf) => "transformers' eps",
         Some(Eps::LlamaCpp) => "llama.cpp's eps",
     };
-    let others = whole.references.iter().map(|(eps, logits)| (mean(to(logits).into_iter()), label(*eps)));
+    let others =
+        whole.references.iter().map(|(eps, logits)| (mean(divergences(logits, target).into_iter()), label(*eps)));
     let mut all: Vec<(f64, &str)> = std::iter::once((sum / rows as f64, label(None))).chain(others).collect();
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let listed: Vec<String> = all.iter().map(|(kl, label)| format!("{kl:.2e} with {label}")).collect();
@@ -381,8 +380,7 @@ fn against(name: &str, other: &Whole, whole: &Whole, target: &[Vec<f64>]) -> Che
     else {
         return Check::new(name, Verdict::NotApplicable, "its vocabulary has another size");
     };
-    let found: Vec<f64> =
-        floored.exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect();
+    let found = divergences(&floored.exact, target);
     let best = |row: &[f64]| row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i);
     let same = floored.exact.rows().into_iter().zip(target).filter(|(e, t)| best(&e.to_vec()) == best(t)).count();
     let (mean, most) = (mean(found.iter().copied()), mean(limits(whole).into_iter()));

@@ -1,5 +1,5 @@
 //! The checks, in order of certainty: cheap and exact first, so that blame never lands on a later part for an earlier
-//! fault. One file per stage; each returns a [`StageReport`].
+//! fault. One file per stage; each returns a [`StageReport`](crate::report::StageReport).
 
 pub mod activations;
 pub mod altered;
@@ -7,6 +7,7 @@ pub mod asks;
 pub mod drive;
 pub mod file;
 pub mod floor;
+#[cfg(feature = "cuda")]
 pub mod host;
 pub mod invariants;
 #[cfg(feature = "cuda")]
@@ -17,12 +18,10 @@ pub mod pairing;
 pub mod replay;
 pub mod subject;
 pub mod tokenizer;
-pub mod verdict;
 pub mod weights;
 pub mod whole;
 
-pub use subject::{Engines, PlainEngines, Progress, Subject};
-pub use verdict::{Check, StageReport, Verdict};
+pub use subject::Subject;
 
 use crate::checkpoint::CheckpointError;
 use crate::engine::EngineError;

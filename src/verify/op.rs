@@ -5,10 +5,11 @@ use lockstep_reference::{Eps, RefConfig, RefError};
 use super::altered::{Altered, Key, Value};
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
 use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
-use super::{Subject, Verdict, VerifyError};
+use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
+use crate::report::Verdict;
 
 /// What was found at one operation.
 #[derive(Clone, Debug)]

@@ -4,71 +4,10 @@ use std::sync::Arc;
 
 use super::asks::Ask;
 use crate::checkpoint::Checkpoint;
-#[cfg(feature = "cuda")]
-use crate::device::cuda::CudaBackend;
-use crate::engine::batch::{Batch, Token};
-use crate::engine::{Attention, Backend, Engine, EngineError, Options, Recipe};
+use crate::device::{Batch, Token};
+use crate::engine::{Attention, Engine, EngineError, Engines, Options, Recipe};
 use crate::probe::capture::Filter;
 use crate::probe::{Capture, Probe, Trace};
-
-/// Makes engines. The plain one is [`PlainEngines`]; fault injection hands in its own.
-pub trait Engines: Send + Sync {
-    /// An engine of `tp` ranks.
-    ///
-    /// # Errors
-    /// Everything that loading refuses.
-    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError>;
-
-    /// True if the device promises that every sum has one order, which depends on neither the batch nor the chunk: what
-    /// must be equal then is compared bit by bit, and by the noise floor otherwise.
-    fn sums_in_one_order(&self) -> bool {
-        true
-    }
-
-    /// How the devices multiply.
-    fn recipe(&self) -> Recipe {
-        Recipe::Strict
-    }
-
-    /// The GPUs, where the devices are GPUs.
-    #[cfg(feature = "cuda")]
-    fn cuda(&self) -> Option<&CudaBackend> {
-        None
-    }
-
-    /// Steps that the engine made last has replayed from recordings; `None` if the devices record none.
-    fn replays(&self) -> Option<u64> {
-        None
-    }
-}
-
-/// Engines of a kind of device, without decoration.
-pub struct PlainEngines<B>(pub B);
-
-impl<B: Backend> Engines for PlainEngines<B> {
-    fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError> {
-        Engine::on(&self.0, checkpoint.clone(), tp, options)
-    }
-    fn sums_in_one_order(&self) -> bool {
-        self.0.sums_in_one_order()
-    }
-    fn recipe(&self) -> Recipe {
-        self.0.recipe()
-    }
-    fn replays(&self) -> Option<u64> {
-        self.0.replays()
-    }
-    #[cfg(feature = "cuda")]
-    fn cuda(&self) -> Option<&CudaBackend> {
-        self.0.cuda()
-    }
-}
-
-/// Where long work says how far it is.
-pub trait Progress: Sync {
-    /// `done` of `all` parts of `what`.
-    fn at(&self, what: &str, done: usize, all: usize);
-}
 
 /// Everything the stages need.
 pub struct Subject {
@@ -128,23 +67,25 @@ impl Subject {
 /// # Errors
 /// Failures of the engine.
 pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), EngineError> {
-    run_prompt_with(engine, ids, &|| Box::new(Capture::new(filter.clone())))
+    run_prompt_with(engine, ids, false, &|| Box::new(Capture::new(filter.clone())))
 }
 
-/// As [`run_prompt`], with a listener of the caller's on every rank.
+/// As [`run_prompt`], with a listener of the caller's on every rank, and if wanted through the program as it is written,
+/// without fusing.
 ///
 /// # Errors
 /// Failures of the engine.
 pub fn run_prompt_with(
     engine: &mut Engine,
     ids: &[u32],
+    expanded: bool,
     listen: &dyn Fn() -> Box<dyn Probe>,
 ) -> Result<(Trace, Vec<f32>), EngineError> {
     let mut table = Vec::new();
     engine.pool().reserve(&mut table, ids.len())?;
     let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
     let logits = (0..ids.len() as u32).collect();
-    let batch = Batch { tokens, tables: vec![table.clone()], logits, ahead: Vec::new() };
+    let batch = Batch { tokens, tables: vec![table.clone()], logits, expanded, ..Batch::default() };
     let probes = (0..engine.tp()).map(|_| listen()).collect();
     let output = engine.step(batch, probes);
     engine.pool().release(&mut table);

@@ -3,11 +3,10 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Instant;
 
-use super::verdict::{Check, StageReport, Verdict};
-use super::{Progress, Subject, VerifyError};
+use super::{Subject, VerifyError};
 use crate::checkpoint::{Checkpoint, Naming};
+use crate::report::{Check, Progress, StageReport, Verdict};
 use crate::tokenize::{JsonTokenizer, Tokenizer, TokenizerSpec};
 
 const STAGE: &str = "tokenizer";
@@ -17,7 +16,6 @@ const STAGE: &str = "tokenizer";
 /// # Errors
 /// None of its own: what is wrong with a tokenizer is a finding.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
-    let start = Instant::now();
     let checkpoint = subject.checkpoint.as_ref();
     progress.at("tokenizers", 0, 1);
     if !has_tokenizer(checkpoint) {
@@ -55,8 +53,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         (Some(_), Some((path, _))) => format!("compared with {path}"),
         _ => "by itself: there is no tokenizer.json to compare with".into(),
     };
-    let report = StageReport::new(STAGE, format!("{} tokens, {beside}", spec.tokens.len()), checks);
-    Ok(StageReport { seconds: start.elapsed().as_secs_f64(), ..report })
+    Ok(StageReport::new(STAGE, format!("{} tokens, {beside}", spec.tokens.len()), checks))
 }
 
 fn has_tokenizer(checkpoint: &Checkpoint) -> bool {

@@ -15,16 +15,17 @@ use lockstep_reference::model::forward_choosing;
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError};
 use ndarray::{Array2, ArrayD};
 
+use super::VerifyError;
 use super::drive::Fed;
 use super::floor::{self, Energy, limit};
 use super::pairing::recipe_of;
-use super::{Check, Progress, Verdict, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Values};
+use crate::report::{Check, Progress, Verdict};
 
 /// A run whose distance from the f64 run counts as noise.
 #[derive(Clone, Copy, Debug)]
@@ -326,9 +327,7 @@ impl Whole {
         }
         Ok(())
     }
-}
 
-impl Whole {
     /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins:
     /// those that differ from `chosen`, or all. Every token of the target should be comparable. Choices at the places
     /// of `absent` are not asked for.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::batch::{Batch, Token};
+use lockstep::device::{Batch, Token};
 use lockstep::engine::sampler::Sampling;
 use lockstep::engine::scheduler::{Finish, Request, Scheduler};
 use lockstep::engine::{Engine, Options, StepOutput};
@@ -61,7 +61,7 @@ pub fn step(engine: &Engine, ids: &[u32], start: usize, table: &[u32], probes: V
     let tokens = ids.iter().enumerate();
     let tokens = tokens.map(|(i, id)| Token { id: *id, position: (start + i) as u32, sequence: 0 }).collect();
     let batch =
-        Batch { tokens, tables: vec![table.to_vec()], logits: (0..ids.len() as u32).collect(), ahead: Vec::new() };
+        Batch { tokens, tables: vec![table.to_vec()], logits: (0..ids.len() as u32).collect(), ..Batch::default() };
     engine.step(batch, probes).expect("a step")
 }
 

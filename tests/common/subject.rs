@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::{Attention, CpuBackend, Recipe};
-use lockstep::verify::{Engines, PlainEngines, Progress, StageReport, Subject, Verdict};
+use lockstep::engine::{Attention, CpuBackend, Engines, Recipe};
+use lockstep::report::{Check, Progress, StageReport, Verdict};
+use lockstep::verify::Subject;
 
 use crate::common::golden;
 
@@ -28,7 +29,7 @@ pub fn subject(model: &str, tp: usize, tokens: usize) -> Subject {
     Subject {
         checkpoint,
         baseline: None,
-        engines: Box::new(PlainEngines(CpuBackend)),
+        engines: Box::new(CpuBackend::default()),
         recipe: Recipe::Strict,
         tp,
         attention: Attention::Dsa,
@@ -57,6 +58,6 @@ pub fn check<'a>(report: &'a StageReport, name: &str) -> (Verdict, &'a str) {
 
 /// Every check as a line.
 pub fn show(report: &StageReport) -> String {
-    let line = |c: &lockstep::verify::Check| format!("{:16} {} {:?}: {}\n", c.verdict.name(), c.name, c.rho, c.detail);
+    let line = |c: &Check| format!("{:16} {} {:?}: {}\n", c.verdict.name(), c.name, c.rho, c.detail);
     format!("{} {:.1} s\n{}", report.summary, report.seconds, report.checks.iter().map(line).collect::<String>())
 }

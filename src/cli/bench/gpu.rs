@@ -9,21 +9,20 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value as Json, json};
 
-use super::{Speed, check, measure, prompt, spread};
+use super::{Speed, check, prompt, spread, spread_document};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::BenchArgs;
-use crate::cli::{CliError, Exit, options};
-use crate::comm::Solo;
-use crate::comm::timed::ALL_REDUCE;
+use crate::cli::{CliError, Exit, options, write_json};
+use crate::device::call::ALL_REDUCE;
 use crate::device::cpu::host::anonymous;
-use crate::device::cuda::CudaBackend;
 use crate::device::cuda::bandwidth::{self, Bandwidth};
 use crate::device::cuda::gpu::GpuError;
 use crate::device::cuda::launches::{self, EmptyLaunch};
 use crate::device::cuda::memory::PINNED;
 use crate::device::cuda::profile::{Cost, Profile};
-use crate::engine::batch::{Batch, Token};
-use crate::engine::sampler::{Draw, Sampling};
+use crate::device::{Batch, Draw, Token};
+use crate::engine::backend::CudaBackend;
+use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
 use crate::model::Config;
@@ -88,13 +87,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let reader = start.elapsed();
 
     let ids = prompt(config.vocab, args.prompt);
-    measure(&mut engine, &ids, args.steps, &[])?; // compiles, warms and records
-    let mut speed = Speed::default();
-    for _ in 0..args.repeat {
-        let run = measure(&mut engine, &ids, args.steps, &[])?;
-        speed.prefill.push(args.prompt as f64 / run.prefill.wall.as_secs_f64());
-        speed.decode.push(args.steps as f64 / run.decode.wall.as_secs_f64());
-    }
+    let speed = Speed::measure(&mut engine, &ids, args)?;
     let used = groups.iter().zip(&free).map(|(g, before)| Ok(before.saturating_sub(g.gpu().memory()?.0 as u64)));
     let used: Vec<u64> = used.collect::<Result<_, _>>().map_err(gpu)?;
     let (replays, nodes) = backend.replays();
@@ -125,8 +118,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
         alone,
     };
     if args.model.json {
-        serde_json::to_writer_pretty(&mut *out, &report.document())?;
-        writeln!(out)?;
+        write_json(out, &report.document())?;
     } else {
         report.print(out)?;
     }
@@ -202,6 +194,17 @@ fn prefill(engine: &mut Engine, ids: &[u32], more: usize) -> Result<Vec<u32>, Cl
     Ok(table)
 }
 
+/// One token behind the prompt, after which the device chooses the next.
+fn decode(id: u32, position: usize, table: &[u32]) -> Batch {
+    Batch {
+        tokens: vec![Token { id, position: position as u32, sequence: 0 }],
+        tables: vec![table.to_vec()],
+        logits: vec![0],
+        ahead: vec![Draw::GREEDY],
+        expanded: false,
+    }
+}
+
 /// Seconds of a decode step of the first rank with nobody to meet: what N ranks would reach if meeting cost nothing.
 fn alone(
     backend: &CudaBackend,
@@ -211,17 +214,14 @@ fn alone(
     config: &Config,
 ) -> Result<f64, CliError> {
     let one = CudaBackend { ordinals: vec![backend.ordinals.first().copied().unwrap_or(0)], ..backend.clone() };
-    let (devices, _) = one.devices(1, &options, config)?;
+    let ranks = one.ranks(1, config)?;
     let plan = Arc::new(TpPlan::new(config, args.tp)?);
-    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, devices, Arc::new(Solo), options)?;
+    let mut engine = Engine::start(&|_| checkpoint.clone(), plan, ranks, options, &|_| None)?;
     let ids = prompt(config.vocab, args.prompt);
     let mut times = Vec::new();
     for _ in 0..args.repeat {
         let mut table = prefill(&mut engine, &ids, args.steps + 4)?;
-        let token = Token { id: ids[0], position: ids.len() as u32, sequence: 0 };
-        let batch =
-            Batch { tokens: vec![token], tables: vec![table.clone()], logits: vec![0], ahead: vec![Draw::GREEDY] };
-        engine.step(batch, Vec::new())?;
+        engine.step(decode(ids[0], ids.len(), &table), Vec::new())?;
         // The second step is recorded, the third replayed.
         (0..2).try_for_each(|i| engine.follow(ids.len() + 2 + i).map(|_| ()))?;
         let start = Instant::now();
@@ -250,15 +250,9 @@ fn profile(
     let mut engine = Engine::on(&timed, checkpoint.clone(), args.tp, options)?;
     let ids = prompt(config.vocab, args.prompt);
     let table = prefill(&mut engine, &ids, STEPS + 2)?;
-    let token = |position: usize| Token { id: ids[position % ids.len()], position: position as u32, sequence: 0 };
     let step = |i: usize| {
-        let batch = Batch {
-            tokens: vec![token(args.prompt + i)],
-            tables: vec![table.clone()],
-            logits: vec![0],
-            ahead: vec![Draw::GREEDY],
-        };
-        engine.step(batch, Vec::new())?;
+        let position = args.prompt + i;
+        engine.step(decode(ids[position % ids.len()], position, &table), Vec::new())?;
         engine.chosen().map(|_| ())
     };
     step(0)?;
@@ -324,10 +318,6 @@ impl Report<'_> {
     }
 
     fn document(&self) -> Json {
-        let speed = |tokens: usize, values: &[f64]| {
-            let (median, least, most) = spread(values);
-            json!({ "tokens": tokens, "median": median, "least": least, "most": most, "all": values })
-        };
         let op = |(op, c): (&&str, &Cost)| json!({ "op": op, "launches": c.launches, "seconds": c.seconds, "bytes": c.bytes });
         let (load, reader) = self.load_rate();
         json!({
@@ -338,8 +328,8 @@ impl Report<'_> {
                 "plain_reader_bytes_per_second": reader, "share": load / reader,
                 "host_anonymous_bytes": self.host, "host_pinned_bytes": PINNED * self.args.tp,
             },
-            "prefill_tokens_per_second": speed(self.args.prompt, &self.speed.prefill),
-            "decode_tokens_per_second": speed(self.args.steps, &self.speed.decode),
+            "prefill_tokens_per_second": spread_document(self.args.prompt, &self.speed.prefill),
+            "decode_tokens_per_second": spread_document(self.args.steps, &self.speed.decode),
             "weight_bytes_per_token": self.token_bytes, "weight_bytes_per_second": self.read_rate(),
             "bandwidth": {
                 "copy_bytes_per_second": self.bandwidth.copy, "read_bytes_per_second": self.bandwidth.read,
@@ -378,16 +368,7 @@ impl Report<'_> {
         }
         let anonymous = self.host.map_or("unknown".into(), bytes);
         writeln!(out, "  host     {anonymous} anonymous memory, {} pinned while loading", bytes((PINNED * tp) as u64))?;
-        let phases =
-            [("prefill", self.args.prompt, &self.speed.prefill), ("decode", self.args.steps, &self.speed.decode)];
-        for (name, tokens, values) in phases {
-            let (median, least, most) = spread(values);
-            writeln!(
-                out,
-                "  {name:<8} {median:.0} tokens/s, median of {} runs of {tokens} tokens ({least:.0} to {most:.0})",
-                self.args.repeat
-            )?;
-        }
+        self.speed.print(self.args, out)?;
         let rate = self.read_rate();
         writeln!(
             out,

@@ -6,8 +6,7 @@ use rayon::prelude::*;
 
 use super::simd::{Kernels, Lanes, TILE_TOKENS, axpy};
 use super::{CpuBuf, CpuCache, CpuIndex};
-use crate::device::Heads;
-use crate::engine::batch::Batch;
+use crate::device::{Batch, View};
 use crate::quant::Isa;
 
 /// Multiply-adds below which one thread is faster than waking others.
@@ -49,7 +48,7 @@ pub struct Indexer<'a> {
     pub cache: &'a CpuCache,
     pub layer: usize,
     pub q: &'a CpuBuf,
-    pub q_heads: Heads,
+    pub q_heads: View,
     pub weights: &'a CpuBuf,
     pub weight_cols: Range<usize>,
     pub inputs: &'a Batch,
@@ -60,7 +59,7 @@ impl Indexer<'_> {
     /// Chooses for every token; fills `scores` when given.
     pub fn run(&self, n: usize, chosen: &mut CpuIndex, scores: Option<&mut CpuBuf>) {
         let keys: usize = self.inputs.tokens.iter().take(n).map(|t| t.position as usize + 1).sum();
-        let work = keys * self.q_heads.count * self.q_heads.width;
+        let work = keys * self.q_heads.heads * self.q_heads.width;
         let width = chosen.width;
         let visible = |t: usize| self.inputs.tokens[t].position as usize + 1;
         match scores {
@@ -132,9 +131,9 @@ pub struct Attention<'a> {
     pub cache: &'a CpuCache,
     pub layer: usize,
     pub q_latent: &'a CpuBuf,
-    pub latent_heads: Heads,
+    pub latent_heads: View,
     pub q_rope: &'a CpuBuf,
-    pub rope_heads: Heads,
+    pub rope_heads: View,
     pub scale: f32,
     pub chosen: Option<&'a CpuIndex>,
     pub inputs: &'a Batch,
@@ -143,7 +142,7 @@ pub struct Attention<'a> {
 impl Attention<'_> {
     /// Attends for every token: `out[t][h * latent..]`.
     pub fn run(&self, n: usize, out: &mut CpuBuf) {
-        let per_key = self.latent_heads.count * (2 * self.latent_heads.width + self.rope_heads.width);
+        let per_key = self.latent_heads.heads * (2 * self.latent_heads.width + self.rope_heads.width);
         let most = self.chosen.map_or(usize::MAX, |c| c.width);
         let keys: usize = self.inputs.tokens.iter().take(n).map(|t| (t.position as usize + 1).min(most)).sum();
         let width = out.width;
@@ -160,7 +159,7 @@ impl Attention<'_> {
             }
             None => (0..=token.position as usize).map(|p| self.cache.slot(table, p)).collect(),
         };
-        let (latent, count, keys) = (self.latent_heads.width, self.latent_heads.count, slots.len());
+        let (latent, count, keys) = (self.latent_heads.width, self.latent_heads.heads, slots.len());
         let q_latent = heads_of(self.q_latent.row(t), self.latent_heads);
         let q_rope = heads_of(self.q_rope.row(t), self.rope_heads);
         let kernels = Kernels::new(Isa::best());
@@ -190,9 +189,8 @@ impl Attention<'_> {
 }
 
 /// The heads of one row.
-fn heads_of(row: &[f32], heads: Heads) -> Vec<&[f32]> {
-    let start = |h| heads.start + h * heads.stride;
-    (0..heads.count).map(|h| &row[start(h)..start(h) + heads.width]).collect()
+fn heads_of(row: &[f32], heads: View) -> Vec<&[f32]> {
+    heads.ranges().map(|cols| &row[cols]).collect()
 }
 
 /// The product of a key with every head, both given in the same parts: their columns run on in the same lanes, and each

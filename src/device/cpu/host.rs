@@ -78,9 +78,12 @@ pub fn peak_resident() -> Option<u64> {
     proc_kib("/proc/self/status", "VmHWM:")
 }
 
-/// A line `name  123 kB` of a file of /proc, in bytes.
 fn proc_kib(path: &str, name: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(path).ok()?;
+    kib(&std::fs::read_to_string(path).ok()?, name)
+}
+
+/// A line `name  123 kB` of a file of /proc, in bytes.
+pub fn kib(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|l| l.strip_prefix(name))?;
-    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }

@@ -6,6 +6,7 @@
 //! the same bits.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -183,17 +184,14 @@ fn disjoint(products: &[Product<'_>]) -> Result<(), MatmulError> {
             }
         }
     }
-    let mut taken: Vec<(Range<usize>, Vec<bool>)> = Vec::new();
+    // Columns that start at the same place are the same, or they would have met.
+    let mut taken: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
     for p in products.iter().filter(|p| !all_rows(p)) {
-        if !taken.iter().any(|(c, _)| *c == columns(p)) {
-            taken.push((columns(p), Vec::new()));
-        }
-        for (_, rows) in taken.iter_mut().filter(|(c, _)| *c == columns(p)) {
-            rows.resize(rows.len().max(p.y_rows.last() + 1), false);
-            for i in 0..p.y_rows.len() {
-                if std::mem::replace(&mut rows[p.y_rows.at(i)], true) {
-                    return Err(clash(p));
-                }
+        let rows = taken.entry(p.y_offset).or_default();
+        rows.resize(rows.len().max(p.y_rows.last() + 1), false);
+        for i in 0..p.y_rows.len() {
+            if std::mem::replace(&mut rows[p.y_rows.at(i)], true) {
+                return Err(clash(p));
             }
         }
     }

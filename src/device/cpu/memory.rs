@@ -7,34 +7,23 @@ use super::matmul::Rows;
 use crate::device::CacheShape;
 use crate::quant::QuantType;
 
-/// Activations `[rows][width]`.
-#[derive(Debug)]
-pub struct CpuBuf {
+/// Values `[rows][width]`.
+#[derive(Debug, Default)]
+pub struct Table<T> {
     pub(super) width: usize,
-    pub(super) data: Vec<f32>,
+    pub(super) data: Vec<T>,
 }
 
-impl CpuBuf {
-    pub(super) fn row(&self, t: usize) -> &[f32] {
+/// Activations.
+pub type CpuBuf = Table<f32>;
+/// Indices.
+pub type CpuIndex = Table<i32>;
+
+impl<T> Table<T> {
+    pub(super) fn row(&self, t: usize) -> &[T] {
         &self.data[t * self.width..(t + 1) * self.width]
     }
-    pub(super) fn row_mut(&mut self, t: usize) -> &mut [f32] {
-        &mut self.data[t * self.width..(t + 1) * self.width]
-    }
-}
-
-/// Indices `[rows][width]`.
-#[derive(Debug)]
-pub struct CpuIndex {
-    pub(super) width: usize,
-    pub(super) data: Vec<i32>,
-}
-
-impl CpuIndex {
-    pub(super) fn row(&self, t: usize) -> &[i32] {
-        &self.data[t * self.width..(t + 1) * self.width]
-    }
-    pub(super) fn row_mut(&mut self, t: usize) -> &mut [i32] {
+    pub(super) fn row_mut(&mut self, t: usize) -> &mut [T] {
         &mut self.data[t * self.width..(t + 1) * self.width]
     }
 }

@@ -1,7 +1,8 @@
 //! Element-wise operations, norms, rope and the router of the CPU device: plain functions over rows.
 
 use super::simd::dot;
-use crate::model::{Config, Gating};
+use crate::device::Router;
+use crate::model::Gating;
 
 /// cos and sin per position and pair. Angles, cos and sin are computed in f64 and rounded once: f32 angles would be off
 /// by several noise floors a few hundred positions in.
@@ -66,8 +67,8 @@ pub fn swiglu(gate_up: &[f32], out: &mut [f32]) {
 }
 
 /// Router scores of all experts.
-fn gate(config: &Config, logits: &[f32], out: &mut [f32]) {
-    match config.gating {
+fn gate(router: &Router, logits: &[f32], out: &mut [f32]) {
+    match router.gating {
         Gating::Sigmoid => out.iter_mut().zip(logits).for_each(|(s, l)| *s = 1.0 / (1.0 + (-l).exp())),
         Gating::Softmax => {
             let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -79,13 +80,13 @@ fn gate(config: &Config, logits: &[f32], out: &mut [f32]) {
 }
 
 /// Scores plus bias, -inf outside the groups that are used. A group counts as the sum of its two best.
-pub fn choice_scores(config: &Config, logits: &[f32], bias: &[f32], scores: &mut [f32]) {
-    gate(config, logits, scores);
+pub fn choice_scores(router: &Router, logits: &[f32], bias: &[f32], scores: &mut [f32]) {
+    gate(router, logits, scores);
     scores.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
-    if config.groups_used == config.groups {
+    if router.groups_used == router.groups {
         return;
     }
-    let size = config.experts / config.groups;
+    let size = router.experts / router.groups;
     let group_scores: Vec<f32> = scores
         .chunks_exact(size)
         .map(|g| {
@@ -94,7 +95,7 @@ pub fn choice_scores(config: &Config, logits: &[f32], bias: &[f32], scores: &mut
             two.iter().filter_map(|i| usize::try_from(*i).ok()).map(|i| g[i]).sum()
         })
         .collect();
-    let mut used = vec![-1; config.groups_used];
+    let mut used = vec![-1; router.groups_used];
     best(&group_scores, &mut used);
     for (g, group) in scores.chunks_exact_mut(size).enumerate() {
         if !used.contains(&(g as i32)) {
@@ -121,14 +122,14 @@ pub fn best(scores: &[f32], out: &mut [i32]) {
 const SUM_GUARD: f32 = 1e-20;
 
 /// Unbiased scores of the chosen experts, divided by their sum where the model says so, times the routed scale.
-pub fn expert_weights(config: &Config, logits: &[f32], ids: &[i32], weights: &mut [f32]) {
-    let mut scores = vec![0.0; config.experts];
-    gate(config, logits, &mut scores);
+pub fn expert_weights(router: &Router, logits: &[f32], ids: &[i32], weights: &mut [f32]) {
+    let mut scores = vec![0.0; router.experts];
+    gate(router, logits, &mut scores);
     for (w, id) in weights.iter_mut().zip(ids) {
         *w = usize::try_from(*id).ok().and_then(|i| scores.get(i)).copied().unwrap_or(0.0);
     }
-    let sum: f32 = if config.expert_norm { weights.iter().sum::<f32>() + SUM_GUARD } else { 1.0 };
-    weights.iter_mut().for_each(|w| *w = *w / sum * config.expert_scale);
+    let sum: f32 = if router.normalise { weights.iter().sum::<f32>() + SUM_GUARD } else { 1.0 };
+    weights.iter_mut().for_each(|w| *w = *w / sum * router.factor);
 }
 
 #[cfg(test)]

@@ -4,11 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{result, sys};
 use lockstep_kernels::geometry::Launch;
 
-use super::gpu::{Gpu, GpuError, at};
-use super::memory::Memory;
+use super::gpu::{Arg, Gpu, GpuError};
+use super::memory::{Event, Memory};
 
 /// Bytes per second of a GPU's memory.
 #[derive(Clone, Copy, Debug)]
@@ -22,11 +21,8 @@ pub struct Bandwidth {
 /// Two events on a GPU's stream, and the time between them.
 pub struct Stopwatch {
     gpu: Arc<Gpu>,
-    events: [sys::CUevent; 2],
+    events: [Event; 2],
 }
-
-// SAFETY: events belong to the context, which any thread may use once it is current.
-unsafe impl Send for Stopwatch {}
 
 impl Stopwatch {
     /// A stopwatch for a GPU's stream.
@@ -34,9 +30,7 @@ impl Stopwatch {
     /// # Errors
     /// A driver that refuses.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, GpuError> {
-        gpu.bind()?;
-        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(at("making an event"));
-        Ok(Stopwatch { gpu: gpu.clone(), events: [event()?, event()?] })
+        Ok(Stopwatch { gpu: gpu.clone(), events: [Event::timed(gpu)?, Event::timed(gpu)?] })
     }
 
     /// Time on the stream that `start`'s work takes; waits for its end. `what` names it, should it hang.
@@ -45,28 +39,11 @@ impl Stopwatch {
     /// What `start` or the stream ended with.
     pub fn time(&self, what: &str, start: impl FnOnce() -> Result<(), GpuError>) -> Result<Duration, GpuError> {
         self.gpu.bind()?;
-        let record = |event| {
-            // SAFETY: event and stream are of this context.
-            unsafe { result::event::record(event, self.gpu.stream().cu_stream()) }.map_err(at("recording an event"))
-        };
-        record(self.events[0])?;
+        self.events[0].record()?;
         start()?;
-        record(self.events[1])?;
+        self.events[1].record()?;
         self.gpu.synchronise(&|| what.to_string())?;
-        // SAFETY: both events were recorded on the stream of this context, which has finished.
-        let ms = unsafe { result::event::elapsed(self.events[0], self.events[1]) }.map_err(at("reading events"))?;
-        Ok(Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3))
-    }
-}
-
-impl Drop for Stopwatch {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            for event in self.events {
-                // SAFETY: made by `new` and destroyed once.
-                let _ = unsafe { result::event::destroy(event) }; // nobody is left to be told
-            }
-        }
+        Ok(Duration::from_secs_f64(self.events[1].seconds_since(&self.events[0])?.max(0.0)))
     }
 }
 
@@ -95,18 +72,19 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Bandwidth, GpuError> {
     let launch = Launch { grid: (blocks, 1, 1), block: BLOCK, shared: 0 };
     let (quads, x, y, sink_at) = ((bytes / 16) as u64, from.address(), to.address(), sink.address());
     let watch = Stopwatch::new(gpu)?;
-    let copy =
-        median(|| watch.time("a copy sweep", || gpu.launch("doctor", None, "copy_sweep", launch, &[&x, &y, &quads])))?;
-    let read = median(|| {
-        watch.time("a read sweep", || gpu.launch("doctor", None, "read_sweep", launch, &[&x, &quads, &sink_at]))
-    })?;
+    let sweep = |what: &str, kernel, args: &[&dyn Arg]| {
+        let run = || watch.time(what, || gpu.launch("doctor", None, kernel, launch, args));
+        Ok::<_, GpuError>(median(REPEATS, || Ok(run()?.as_secs_f64()))?.max(f64::MIN_POSITIVE))
+    };
+    let copy = sweep("a copy sweep", "copy_sweep", &[&x, &y, &quads])?;
+    let read = sweep("a read sweep", "read_sweep", &[&x, &quads, &sink_at])?;
     Ok(Bandwidth { copy: 2.0 * bytes as f64 / copy, read: bytes as f64 / read })
 }
 
-/// Seconds.
-fn median(mut run: impl FnMut() -> Result<Duration, GpuError>) -> Result<f64, GpuError> {
+/// Of so many runs, behind one that warms up.
+pub(super) fn median(repeats: usize, mut run: impl FnMut() -> Result<f64, GpuError>) -> Result<f64, GpuError> {
     run()?;
-    let mut times = (0..REPEATS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
-    times.sort();
-    Ok(times[REPEATS / 2].as_secs_f64().max(f64::MIN_POSITIVE))
+    let mut seconds = (0..repeats).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[repeats / 2])
 }

@@ -252,27 +252,9 @@ impl Gpu {
         // SAFETY: the function belongs to this context, and its parameters have the sizes of `args`, which live until the
         // call returns. What they point to is the caller's.
         let done = unsafe {
-            sys::cuLaunchKernel(
-                function,
-                grid.0,
-                grid.1,
-                grid.2,
-                block,
-                1,
-                1,
-                shared,
-                self.stream.cu_stream(),
-                params.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            result::launch_kernel(function, grid, (block, 1, 1), shared, self.stream.cu_stream(), &mut params)
         };
-        done.result().map_err(|e| GpuError::Launch {
-            kernel: full_name(kernel, ty),
-            grid,
-            block,
-            shared,
-            error: describe(e),
-        })
+        done.map_err(|e| GpuError::Launch { kernel: full_name(kernel, ty), grid, block, shared, error: describe(e) })
     }
 
     /// The kernel's handle; its parameters are compared with `args` when it is first used.

@@ -11,10 +11,10 @@ use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use super::gpu::{Gpu, GpuError};
 use super::inputs::MOST_RECORDED;
 use super::memory::Memory;
+use super::virtual_ranks::MOST_RANKS;
 use crate::comm::CommError;
 use crate::comm::meeting::Meeting;
-use crate::comm::shared_gpu::MOST_RANKS;
-use crate::device::StepShape;
+use crate::device::{Next, ProgramId, StepShape};
 
 /// A recorded step.
 struct Recording(CudaGraph);
@@ -22,11 +22,17 @@ struct Recording(CudaGraph);
 // SAFETY: a graph is used by one thread at a time, under the group's lock.
 unsafe impl Send for Recording {}
 
+/// What a step is recorded under.
+pub(super) type Key = (StepShape, ProgramId);
+
+/// Where a whole step begins and ends, for errors.
+const STEP: &str = "step";
+
 #[derive(Default)]
 struct Steps {
-    /// `None` for shapes that have been run once, so that nothing is allocated or loaded while recording.
-    known: HashMap<StepShape, Option<Recording>>,
-    recording: Option<StepShape>,
+    /// `None` for steps that have been run once, so that nothing is allocated or loaded while recording.
+    known: HashMap<Key, Option<Recording>>,
+    recording: Option<Key>,
     replays: u64,
     nodes: usize,
 }
@@ -36,23 +42,14 @@ pub struct Group {
     gpu: Arc<Gpu>,
     meeting: Meeting,
     /// Each rank's buffer at the current collective: address and row.
-    pub(crate) slots: Mutex<Vec<(u64, i64)>>,
+    pub(super) slots: Mutex<Vec<(u64, i64)>>,
     /// What ranks have chosen: a place for each rank.
     pairs: OnceLock<Memory>,
     steps: Mutex<Steps>,
 }
 
 /// Bytes of one rank's choices: a key and an id for each row that a recorded step can have.
-pub(crate) const PAIRS: usize = 8 * MOST_RECORDED;
-
-/// What is to happen with a step.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
-    /// It was replayed.
-    Replayed,
-    /// It is to be run; a recording may be under way.
-    Run,
-}
+pub(super) const PAIRS: usize = 8 * MOST_RECORDED;
 
 impl Group {
     /// A group of `tp` ranks on `gpu`.
@@ -100,19 +97,22 @@ impl Group {
     }
 
     /// Replays the step if it is recorded, starts recording if it has been run once.
-    pub(super) fn begin(&self, rank: usize, site: &str, shape: StepShape) -> Result<Next, CommError> {
-        self.meeting.wait(rank, site, || {
+    ///
+    /// # Errors
+    /// A rank that does not come, and a driver that refuses.
+    pub(super) fn begin(&self, rank: usize, key: Key) -> Result<Next, CommError> {
+        self.meeting.wait(rank, STEP, || {
             let mut steps = self.steps();
             let text = |e: cudarc::driver::DriverError| format!("recording a step: {e:?}");
-            match steps.known.get(&shape) {
+            match steps.known.get(&key) {
                 None => {
-                    steps.known.insert(shape, None);
+                    steps.known.insert(key, None);
                 }
                 Some(None) => {
                     // Relaxed: other ranks' threads add to the recording, and any of them may end it.
                     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
                     self.gpu.stream().begin_capture(mode).map_err(text)?;
-                    steps.recording = Some(shape);
+                    steps.recording = Some(key);
                 }
                 Some(Some(recording)) => {
                     recording.0.launch().map_err(|e| format!("replaying a step: {e:?}"))?;
@@ -123,16 +123,19 @@ impl Group {
         })?;
         // The map does not change before the ranks' next meeting.
         let steps = self.steps();
-        let replayed = steps.recording.is_none() && steps.known.get(&shape).is_some_and(Option::is_some);
+        let replayed = steps.recording.is_none() && steps.known.get(&key).is_some_and(Option::is_some);
         Ok(if replayed { Next::Replayed } else { Next::Run })
     }
 
     /// Ends what `begin` began: a recording is closed, kept and run.
-    pub(super) fn end(&self, rank: usize, site: &str, shape: StepShape) -> Result<(), CommError> {
-        if self.steps().recording != Some(shape) {
+    ///
+    /// # Errors
+    /// As [`Group::begin`].
+    pub(super) fn end(&self, rank: usize, key: Key) -> Result<(), CommError> {
+        if self.steps().recording != Some(key) {
             return Ok(());
         }
-        self.meeting.wait(rank, site, || {
+        self.meeting.wait(rank, STEP, || {
             let mut steps = self.steps();
             steps.recording = None;
             let text = |e: cudarc::driver::DriverError| format!("closing the recording of a step: {e:?}");
@@ -144,7 +147,7 @@ impl Group {
             let _ = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut nodes) }; // 0 if refused
             steps.nodes = nodes;
             graph.launch().map_err(text)?;
-            steps.known.insert(shape, Some(Recording(graph)));
+            steps.known.insert(key, Some(Recording(graph)));
             Ok(())
         })
     }

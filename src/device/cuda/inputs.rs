@@ -1,15 +1,14 @@
 //! A step's inputs in one piece of memory: ids, positions, sequences, rows of logits, block tables.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use lockstep_kernels::geometry::{self, Launch};
+use lockstep_kernels::geometry;
 
-use super::gpu::{Arg, GpuError};
+use super::Tokens;
+use super::gpu::{Gpu, GpuError};
 use super::memory::{Event, Memory, Pinned};
-use super::{CudaBuf, CudaDevice, LOADING, Tokens};
-use crate::device::{DeviceError, StepShape};
-use crate::engine::batch::Batch;
-use crate::engine::kv::PAGE;
+use crate::device::{Batch, Limits, StepShape};
 use crate::model::Place;
 
 /// Most rows of a step that is recorded: beyond, launches cost less than the work.
@@ -19,19 +18,29 @@ const LEAST_CONTEXT: usize = 256;
 
 /// What rows behind the batch's own choose.
 const NO_TOKEN: u32 = u32::MAX;
-/// Words of a row's [`crate::engine::sampler::Draw`].
+/// Words of a row's [`crate::device::Draw`].
 const DRAW: usize = 3;
 /// Steps whose tokens may be on their way to the host at once.
-const RING: usize = 4;
+pub(super) const RING: usize = 4;
+
+/// What is wrong where a step is run before there is room for its inputs.
+pub(super) const NONE: &str = "there is no room for inputs yet";
+
+/// What went wrong with inputs.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Problem {
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error("{0}")]
+    Refused(String),
+}
 
 /// A step's inputs on the GPU.
-pub struct CudaInputs {
+pub(super) struct CudaInputs {
     memory: Memory,
     /// How each row of a recorded step chooses: temperatures, then the two halves of each seed.
     draws: Memory,
-    tokens: usize,
-    sequences: usize,
-    pages: usize,
+    limits: Limits,
     /// Tokens chosen by the last steps, `[RING][rows of the step]`, and how many steps have chosen.
     chosen: Memory,
     /// The same on the host, with an event for each.
@@ -48,138 +57,100 @@ struct Posts {
 }
 
 impl CudaInputs {
+    /// Room for the inputs of a step.
+    pub fn new(gpu: &Arc<Gpu>, limits: Limits) -> Result<Self, GpuError> {
+        let pinned = Pinned::new(gpu, 4 * RING * MOST_RECORDED)?;
+        let events = (0..RING).map(|_| Event::new(gpu)).collect::<Result<_, _>>()?;
+        Ok(CudaInputs {
+            memory: Memory::new(gpu, 4 * (4 * limits.tokens + limits.sequences * limits.pages))?,
+            draws: Memory::new(gpu, 4 * DRAW * MOST_RECORDED)?,
+            limits,
+            // The counter stands behind the ring.
+            chosen: Memory::new(gpu, 4 * (RING * MOST_RECORDED + 1))?,
+            posts: Posts { pinned, events, waiting: VecDeque::new(), next: 0 },
+        })
+    }
+
     /// The inputs as kernels take them.
-    pub(super) fn tokens(&self) -> Tokens {
-        let at = |array: usize| self.memory.address() + 4 * (array * self.tokens) as u64;
+    pub fn tokens(&self) -> Tokens {
+        let at = |array: usize| self.memory.address() + 4 * (array * self.limits.tokens) as u64;
         Tokens {
             id: at(0),
             position: at(1),
             sequence: at(2),
             tables: at(4),
-            pages: self.pages as i32,
-            page: PAGE as i32,
+            pages: self.limits.pages as i32,
+            page: self.limits.page as i32,
         }
     }
 
     /// Address of the rows whose logits are wanted.
-    pub(super) fn rows(&self) -> u64 {
-        self.memory.address() + 4 * (3 * self.tokens) as u64
+    pub fn rows(&self) -> u64 {
+        self.memory.address() + 4 * (3 * self.limits.tokens) as u64
+    }
+
+    /// Address of what says how each row chooses.
+    pub fn draws(&self) -> u64 {
+        self.draws.address()
+    }
+
+    /// Addresses of the tokens chosen by the last steps, and of how many steps have chosen.
+    pub fn chosen(&self) -> (u64, u64) {
+        let chosen = self.chosen.address();
+        (chosen, chosen + 4 * (RING * MOST_RECORDED) as u64)
     }
 
     /// Positions that the tables can name.
-    pub(super) fn positions(&self) -> usize {
-        self.pages * PAGE
+    pub fn positions(&self) -> usize {
+        self.limits.pages * self.limits.page
     }
 
-    /// Decode steps are rounded up to powers of two of tokens and context, and recorded.
-    pub(super) fn shape(&self, batch: &Batch, listened: bool) -> StepShape {
-        let exact = StepShape::exact(batch);
-        let n = batch.tokens.len();
-        // A token per sequence, each with its logits, in order.
-        let decodes = batch.logits.len() == n
-            && batch.tokens.iter().enumerate().all(|(i, t)| t.sequence as usize == i)
-            && batch.logits.iter().enumerate().all(|(i, r)| *r as usize == i);
-        let tokens = geometry::bucket(n, 1);
-        if listened || !decodes || tokens > MOST_RECORDED.min(self.tokens) {
-            return exact;
-        }
-        let context = self.context(exact.context);
-        StepShape { tokens, context, logits: tokens, recorded: true, ahead: !batch.ahead.is_empty() }
-    }
-
-    /// The context that a step is recorded for.
-    pub(super) fn context(&self, longest: usize) -> usize {
-        geometry::bucket(longest, LEAST_CONTEXT).min(self.positions().max(longest))
-    }
-}
-
-impl CudaDevice {
-    pub(super) fn make_inputs(&self, tokens: usize, sequences: usize, pages: usize) -> Result<CudaInputs, DeviceError> {
-        let memory =
-            Memory::new(&self.gpu, 4 * (4 * tokens + sequences * pages)).map_err(|e| self.error(LOADING, e))?;
-        let make = || -> Result<(Memory, Memory, Posts), GpuError> {
-            let draws = Memory::new(&self.gpu, 4 * DRAW * MOST_RECORDED)?;
-            // The counter stands behind the ring.
-            let chosen = Memory::new(&self.gpu, 4 * (RING * MOST_RECORDED + 1))?;
-            let pinned = Pinned::new(&self.gpu, 4 * RING * MOST_RECORDED)?;
-            let events = (0..RING).map(|_| Event::new(&self.gpu)).collect::<Result<_, _>>()?;
-            Ok((draws, chosen, Posts { pinned, events, waiting: VecDeque::new(), next: 0 }))
-        };
-        let (draws, chosen, posts) = make().map_err(|e| self.error(LOADING, e))?;
-        Ok(CudaInputs { memory, draws, tokens, sequences, pages, chosen, posts })
-    }
-
-    /// This rank's choice in each row; see sample.cu.
-    pub(super) fn best_of(
-        &self,
-        site: Place,
-        logits: &CudaBuf,
-        inputs: &CudaInputs,
-        first: usize,
-        width: usize,
-        n: usize,
-    ) -> Result<(), DeviceError> {
-        let (pairs, each) = self.best_pairs().map_err(|e| self.error(site, e))?;
-        let (from, row, w, id) = (logits.at(0), logits.row(), width as i32, first as i32);
-        let (temperatures, position) = (inputs.draws.address(), inputs.tokens().position);
-        let seeds = temperatures + 4 * MOST_RECORDED as u64;
-        let to = pairs + (self.rank * each) as u64;
-        let args: [&dyn Arg; 8] = [&from, &row, &w, &id, &temperatures, &seeds, &position, &to];
-        self.launch(site, "sample", None, "best_token", geometry::per_row(n, 1024), 0, &args)
-    }
-
-    /// The best over ranks becomes each row's next token; see sample.cu.
-    pub(super) fn choose(&self, site: Place, inputs: &CudaInputs, ranks: usize, n: usize) -> Result<(), DeviceError> {
-        let pairs = self.group.pairs().map_err(|e| self.error(site, e))?;
-        let tokens = inputs.tokens();
-        let (tp, row, rows, ring) = (ranks as i32, MOST_RECORDED as i32, n as i32, RING as i32);
-        let (chosen, step) = (inputs.chosen.address(), inputs.chosen.address() + 4 * (RING * MOST_RECORDED) as u64);
-        let launch = Launch { grid: (1, 1, 1), block: 64, shared: 0 };
-        let args: [&dyn Arg; 9] = [&pairs, &tp, &row, &rows, &tokens.id, &tokens.position, &chosen, &ring, &step];
-        self.launch(site, "sample", None, "advance", launch, 0, &args)
+    /// Steps that may be recorded are rounded up to powers of two of tokens and context. `None` for others, and for
+    /// those with too many tokens.
+    pub fn rounded(&self, wanted: StepShape) -> Option<StepShape> {
+        let tokens = geometry::bucket(wanted.tokens, 1);
+        let context = geometry::bucket(wanted.context, LEAST_CONTEXT).min(self.positions().max(wanted.context));
+        let fits = tokens <= MOST_RECORDED.min(self.limits.tokens);
+        (wanted.recorded && fits).then_some(StepShape { tokens, context, logits: tokens, ..wanted })
     }
 
     /// Sends the tokens of the step given last to the host.
-    pub(super) fn send_chosen(&self, site: Place, inputs: &mut CudaInputs, n: usize) -> Result<(), DeviceError> {
-        let posts = &mut inputs.posts;
+    pub fn post(&mut self, n: usize) -> Result<(), Problem> {
+        let posts = &mut self.posts;
         let place = posts.next % RING;
         if posts.waiting.len() >= RING {
-            return Err(self.error(site, format!("at most {RING} steps may be ahead of the host")));
+            return Err(Problem::Refused(format!("at most {RING} steps may be ahead of the host")));
         }
         // `advance` writes to the place that its own count of steps gives, so both count from the same beginning.
-        let (from, bytes) = (inputs.chosen.address() + 4 * (place * n) as u64, 4 * n);
-        let sent = posts.pinned.receive(4 * place * MOST_RECORDED, from, bytes);
-        sent.and_then(|()| posts.events[place].record()).map_err(|e| self.error(site, e))?;
+        let (from, bytes) = (self.chosen.address() + 4 * (place * n) as u64, 4 * n);
+        posts.pinned.receive(4 * place * MOST_RECORDED, from, bytes)?;
+        posts.events[place].record()?;
         posts.waiting.push_back((place, n));
         posts.next += 1;
         Ok(())
     }
 
     /// Waits for the oldest step that was sent.
-    pub(super) fn take_chosen(&self, site: Place, inputs: &mut CudaInputs) -> Result<Vec<u32>, DeviceError> {
-        let posts = &mut inputs.posts;
-        let Some((place, n)) = posts.waiting.pop_front() else {
-            return Err(self.error(site, "no step has been given ahead"));
-        };
-        posts.events[place].wait(&|| site.to_string()).map_err(|e| self.error(site, e))?;
+    pub fn posted(&mut self) -> Result<Vec<u32>, Problem> {
+        let posts = &mut self.posts;
+        let (place, n) =
+            posts.waiting.pop_front().ok_or_else(|| Problem::Refused("no step has been given ahead".into()))?;
+        posts.events[place].wait(&|| Place::NEXT_TOKEN.to_string())?;
         let first = place * MOST_RECORDED;
         let tokens = &posts.pinned.words(first + n)[first..];
         Ok(tokens.iter().copied().filter(|t| *t != NO_TOKEN).collect())
     }
 
-    pub(super) fn fill_inputs(
-        &self,
-        inputs: &mut CudaInputs,
-        batch: &Batch,
-        shape: StepShape,
-    ) -> Result<(), DeviceError> {
-        let cap = inputs.tokens;
-        if shape.tokens > cap || batch.tables.len() > inputs.sequences {
+    /// Replaces them.
+    pub fn fill(&mut self, batch: &Batch, shape: StepShape) -> Result<(), Problem> {
+        let Limits { tokens: cap, sequences, pages, .. } = self.limits;
+        if shape.tokens > cap || batch.tables.len() > sequences {
             let found = format!("{} tokens of {} sequences", shape.tokens, batch.tables.len());
-            let problem = format!("a step of at most {cap} tokens of {} sequences, found {found}", inputs.sequences);
-            return Err(self.error(LOADING, problem));
+            return Err(Problem::Refused(format!(
+                "a step of at most {cap} tokens of {sequences} sequences, found {found}"
+            )));
         }
-        let mut image = vec![0i32; 4 * cap + batch.tables.len() * inputs.pages];
+        let mut image = vec![0i32; 4 * cap + batch.tables.len() * pages];
         image[..2 * cap].fill(-1);
         image[3 * cap..4 * cap].fill(-1);
         for (i, token) in batch.tokens.iter().enumerate() {
@@ -191,11 +162,11 @@ impl CudaDevice {
             image[3 * cap + i] = *row as i32;
         }
         for (i, table) in batch.tables.iter().enumerate() {
-            for (place, page) in image[4 * cap + i * inputs.pages..].iter_mut().zip(table) {
+            for (place, page) in image[4 * cap + i * pages..].iter_mut().zip(table) {
                 *place = *page as i32;
             }
         }
-        inputs.memory.upload(0, &image).map_err(|e| self.error(LOADING, e))?;
+        self.memory.upload(0, &image)?;
         if shape.ahead {
             let mut draws = [0u32; DRAW * MOST_RECORDED];
             for (r, draw) in batch.ahead.iter().enumerate() {
@@ -203,11 +174,11 @@ impl CudaDevice {
                 draws[MOST_RECORDED + 2 * r] = draw.seed as u32;
                 draws[MOST_RECORDED + 2 * r + 1] = (draw.seed >> 32) as u32;
             }
-            inputs.draws.upload(0, &draws).map_err(|e| self.error(LOADING, e))?;
+            self.draws.upload(0, &draws)?;
             // The ring begins anew with the first step that runs ahead.
-            inputs.posts.next = 0;
-            inputs.posts.waiting.clear();
-            inputs.chosen.upload(4 * RING * MOST_RECORDED, &[0u32]).map_err(|e| self.error(LOADING, e))?;
+            self.posts.next = 0;
+            self.posts.waiting.clear();
+            self.chosen.upload(4 * RING * MOST_RECORDED, &[0u32])?;
         }
         Ok(())
     }

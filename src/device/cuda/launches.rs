@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use lockstep_kernels::geometry::Launch;
 
-use super::bandwidth::Stopwatch;
+use super::bandwidth::{Stopwatch, median};
 use super::gpu::{Gpu, GpuError, at};
 use super::profile::Profile;
 
@@ -39,22 +39,14 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<EmptyLaunch, GpuError> {
         }
         Ok(profile.take()?.values().map(|cost| cost.seconds).sum::<f64>() / FEW as f64)
     };
-    let timed = median(timed)?;
+    let timed = median(REPEATS, timed)?;
 
     let watch = Stopwatch::new(gpu)?;
     let replayed = |launches: usize| -> Result<f64, GpuError> {
         let graph = gpu.record("empty launches", || (0..launches).try_for_each(|_| pause(0)))?;
         let run = || watch.time("empty launches", || graph.launch().map_err(at("replaying empty launches")));
-        median(|| run().map(|time| time.as_secs_f64()))
+        median(REPEATS, || run().map(|time| time.as_secs_f64()))
     };
     let recorded = (replayed(FEW + MANY)? - replayed(FEW)?).max(0.0) / MANY as f64;
     Ok(EmptyLaunch { timed, recorded })
-}
-
-/// Of nine runs, behind one that warms up.
-fn median(mut run: impl FnMut() -> Result<f64, GpuError>) -> Result<f64, GpuError> {
-    run()?;
-    let mut seconds = (0..REPEATS).map(|_| run()).collect::<Result<Vec<_>, _>>()?;
-    seconds.sort_by(f64::total_cmp);
-    Ok(seconds[REPEATS / 2])
 }

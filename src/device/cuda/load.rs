@@ -3,24 +3,21 @@
 
 use lockstep_kernels::geometry;
 
-use super::memory::Ring;
-use super::weight::{CudaWeight, Part};
-use super::{CudaDevice, LOADING};
-use crate::device::{Columns, DeviceError, PartSpec, Piece};
-
-/// Room for the planes of any type: each starts at a multiple of 16 bytes, and no format has more than eight fields.
-const PLANE_ROOM: usize = 8 * 16;
+use super::memory::{PLANE_ROOM, Ring};
+use super::weight::Part;
+use super::{CudaDevice, Done};
+use crate::device::{Columns, DeviceError, PartSpec, Piece, WeightId};
 
 impl CudaDevice {
-    pub(super) fn load(&self, spec: PartSpec<'_>) -> Result<Part, DeviceError> {
+    pub(super) fn upload(&self, spec: PartSpec<'_>) -> Result<Part, DeviceError> {
         let Some(first) = spec.stack.first() else {
-            return Err(self.error(LOADING, "a parameter without matrices"));
+            return Err(self.error("a parameter without matrices"));
         };
         let (ty, rows, covered) = (first.ty, first.rows, first.cols);
         if spec.stack.iter().any(|m| (m.ty, m.rows, m.cols) != (ty, rows, covered)) {
-            return Err(self.error(LOADING, "the matrices of a stack differ in type or shape"));
+            return Err(self.error("the matrices of a stack differ in type or shape"));
         }
-        let failed = |e: super::GpuError| self.error(LOADING, e);
+        let failed = |e: super::GpuError| self.error(e);
         let bytes: usize = spec.stack.iter().map(Piece::len).sum();
         let (memory, address) = self.arena.borrow_mut().take(bytes + PLANE_ROOM).map_err(failed)?;
         let part = Part {
@@ -61,36 +58,32 @@ impl CudaDevice {
     }
 
     /// Ends loading: every byte must have come back as it was stored.
-    pub(super) fn loaded(&self) -> Result<(), DeviceError> {
+    pub(super) fn loaded(&self) -> Done {
         if self.ring.borrow_mut().take().is_none() {
             return Ok(());
         }
         let mut wrong = [0u32];
-        self.wrong.download(0, &mut wrong, &|| "loading".into()).map_err(|e| self.error(LOADING, e))?;
+        self.wrong.download(0, &mut wrong, &|| "loading".into()).map_err(|e| self.error(e))?;
         match wrong[0] {
             0 => Ok(()),
-            n => Err(self.error(LOADING, format!("{n} bytes came back from the GPU other than they were stored"))),
+            n => Err(self.error(format!("{n} bytes came back from the GPU other than they were stored"))),
         }
     }
 
-    pub(super) fn unload(&self, weight: &CudaWeight, part: usize) -> Result<Vec<u8>, DeviceError> {
-        let part = weight.parts.get(part).ok_or_else(|| self.error(LOADING, format!("no part {part}")))?;
+    pub(super) fn unload(&self, weight: WeightId, part: usize) -> Result<(Vec<u8>, Columns), DeviceError> {
+        let held = self.weights.get(weight.0).and_then(|w| w.parts.get(part));
+        let part = held.ok_or_else(|| self.error(format!("no part {part} of parameter {}", weight.0)))?;
         let bytes = part.stack * part.matrix_bytes();
         let mut out = vec![0u8; bytes];
         let (blocks, step) = (part.blocks() as i64, super::memory::SLOT);
-        let staged = super::Memory::new(&self.gpu, step.min(bytes)).map_err(|e| self.error(LOADING, e))?;
+        let staged = super::Memory::new(&self.gpu, step.min(bytes)).map_err(|e| self.error(e))?;
         for (i, piece) in out.chunks_mut(step).enumerate() {
             let (from, n, address) = ((i * step) as i64, piece.len() as i64, staged.address());
             let args: [&dyn super::Arg; 5] = [&part.address, &address, &from, &n, &blocks];
-            self.launch(LOADING, "pack", Some(part.ty), "unpack", geometry::each(piece.len()), 0, &args)?;
-            staged.download(0, piece, &|| "reading a weight back".into()).map_err(|e| self.error(LOADING, e))?;
+            self.launch("pack", Some(part.ty), "unpack", geometry::each(piece.len()), 0, &args)?;
+            staged.download(0, piece, &|| "reading a weight back".into()).map_err(|e| self.error(e))?;
         }
-        Ok(out)
-    }
-
-    pub(super) fn columns(&self, weight: &CudaWeight, part: usize) -> Result<Columns, DeviceError> {
-        let part = weight.parts.get(part).ok_or_else(|| self.error(LOADING, format!("no part {part}")))?;
         let own = part.first + part.cols.start..part.first + part.cols.end;
-        Ok(Columns { own, stored: part.first..part.first + part.covered })
+        Ok((out, Columns { own, stored: part.first..part.first + part.covered }))
     }
 }

@@ -92,6 +92,9 @@ impl Drop for Memory {
 
 /// Alignment of everything in an arena: the widest load, and whole sectors.
 const ALIGN: usize = 256;
+/// Room for the planes of any type beyond the bytes of its blocks: each starts at a multiple of 16 bytes, and no format
+/// has more than eight fields.
+pub const PLANE_ROOM: usize = 8 * 16;
 /// Smallest stretch that an arena takes at once.
 const CHUNK: usize = 64 << 20;
 
@@ -214,10 +217,28 @@ impl Event {
     /// # Errors
     /// A driver that refuses.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, GpuError> {
+        Event::with(gpu, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// As [`Event::new`], with a time.
+    pub(super) fn timed(gpu: &Arc<Gpu>) -> Result<Self, GpuError> {
+        Event::with(gpu, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with(gpu: &Arc<Gpu>, flags: sys::CUevent_flags) -> Result<Self, GpuError> {
         gpu.bind()?;
-        let event =
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(at("making an event"))?;
+        let event = result::event::create(flags).map_err(at("making an event"))?;
         Ok(Event { gpu: gpu.clone(), event })
+    }
+
+    /// Seconds from `first` to this mark, once the stream has passed it; both must be timed and set.
+    pub(super) fn seconds_since(&self, first: &Event) -> Result<f64, GpuError> {
+        self.gpu.bind()?;
+        // SAFETY: both events were recorded on the stream of this context.
+        let ms = unsafe {
+            result::event::synchronize(self.event).and_then(|()| result::event::elapsed(first.event, self.event))
+        };
+        Ok(f64::from(ms.map_err(at("reading events"))?) / 1e3)
     }
 
     /// Sets the mark behind everything given to the stream so far.

@@ -1,7 +1,9 @@
 //! What kernels take by value: structs with the layout of their twins in `kernels/cu`.
 
 use super::gpu::args;
-use crate::model::{Config, Gating};
+use super::virtual_ranks::MOST_RANKS;
+use crate::device::Router;
+use crate::model::Gating;
 
 /// Queries of attention, as its kernels take them.
 #[derive(Clone, Copy)]
@@ -37,7 +39,7 @@ pub(crate) struct IndexQueries {
 /// The router's constants, as its kernels take them.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(crate) struct Router {
+pub(crate) struct RouterArg {
     pub experts: i32,
     pub used: i32,
     pub groups: i32,
@@ -51,20 +53,21 @@ pub(crate) struct Router {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Ranks {
-    pub at: [u64; crate::comm::shared_gpu::MOST_RANKS],
+    pub at: [u64; MOST_RANKS],
 }
 
-args!(Queries, IndexQueries, Router, Ranks);
+args!(Queries, IndexQueries, RouterArg, Ranks);
 
-/// The router's constants of a model.
-pub(crate) fn router(c: &Config) -> Router {
-    Router {
-        experts: c.experts as i32,
-        used: c.experts_used as i32,
-        groups: c.groups as i32,
-        groups_used: c.groups_used as i32,
-        softmax: i32::from(c.gating == Gating::Softmax),
-        normalise: i32::from(c.expert_norm),
-        factor: c.expert_scale,
+impl From<&Router> for RouterArg {
+    fn from(r: &Router) -> Self {
+        RouterArg {
+            experts: r.experts as i32,
+            used: r.used as i32,
+            groups: r.groups as i32,
+            groups_used: r.groups_used as i32,
+            softmax: i32::from(r.gating == Gating::Softmax),
+            normalise: i32::from(r.normalise),
+            factor: r.factor,
+        }
     }
 }

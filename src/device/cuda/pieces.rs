@@ -5,39 +5,38 @@ use lockstep_kernels::geometry::{self, GEMV_ROWS, Launch, TILE};
 
 use super::memory::Memory;
 use super::params::Ranks;
+use super::store::CudaIndex;
+use super::virtual_ranks::MOST_RANKS;
 use super::weight::Part;
-use super::{Arg, CudaBuf, CudaDevice, CudaIndex, RopeTable, Rows};
-use crate::device::DeviceError;
-use crate::model::Place;
+use super::{Arg, CudaDevice, Done, RopeTable, Rows};
+use crate::device::{DeviceError, Rounding, View};
 
-type Done = Result<(), DeviceError>;
+/// 1 where the operand of products is rounded to bf16.
+pub(super) fn rounds(operand: Rounding) -> i32 {
+    i32::from(operand == Rounding::Bf16)
+}
 
 impl CudaDevice {
-    /// Address and row of a buffer, for collectives.
-    pub(crate) fn place(&self, buf: &CudaBuf) -> (u64, i64) {
-        (buf.at(0), buf.row())
-    }
-
     /// Where ranks leave their choices, and the bytes of each rank's place.
-    pub(crate) fn best_pairs(&self) -> Result<(u64, usize), super::GpuError> {
+    pub(super) fn choices(&self) -> Result<(u64, usize), super::GpuError> {
         Ok((self.group.pairs()?, super::group::PAIRS))
     }
 
     /// The sum of all ranks' rows, to all of them.
-    pub(crate) fn sum_ranks(&self, site: Place, addresses: &[u64], row: i64, width: usize, n: usize) -> Done {
-        let mut ranks = Ranks { at: [0; crate::comm::shared_gpu::MOST_RANKS] };
+    pub(super) fn sum_ranks(&self, addresses: &[u64], row: i64, width: usize, n: usize) -> Done {
+        let mut ranks = Ranks { at: [0; MOST_RANKS] };
         ranks.at[..addresses.len()].copy_from_slice(addresses);
-        let (tp, width, rows) = (addresses.len() as i32, width as i32, n as i32);
-        self.each(site, "sum_ranks", n * width as usize, &[&ranks, &tp, &row, &width, &rows])
+        let (tp, wide, rows) = (addresses.len() as i32, width as i32, n as i32);
+        self.each("sum_ranks", n * width, &[&ranks, &tp, &row, &wide, &rows])
     }
 
     /// One part times `n` rows of `groups` groups: matrix `g` of the stack for group `g`.
-    pub(super) fn product(&self, site: Place, part: &Part, x: Rows, y: Rows, n: usize, groups: usize) -> Done {
+    pub(super) fn product(&self, part: &Part, x: Rows, y: Rows, operand: Rounding, n: usize, groups: usize) -> Done {
         if n == 0 || part.rows == 0 || groups == 0 {
             return Ok(());
         }
-        let x = self.widened(site, part, x, n, groups)?;
-        let (matrix, rows, recipe) = (part.matrix(), n as i32, self.rounds(site));
+        let x = self.widened(part, x, n, groups)?;
+        let (matrix, rows, recipe) = (part.matrix(), n as i32, rounds(operand));
         let kernel = match n {
             1 => "gemv_1",
             2 => "gemv_2",
@@ -50,26 +49,19 @@ impl CudaDevice {
             _ => geometry::gemm(part.rows, n, groups),
         };
         let bytes = groups * part.matrix_bytes();
-        self.launch(site, "matmul", Some(part.ty), kernel, launch, bytes, &[&matrix, &x, &y, &rows, &recipe])
+        self.launch("matmul", Some(part.ty), kernel, launch, bytes, &[&matrix, &x, &y, &rows, &recipe])
     }
 
     /// Rows as a part's covering blocks want them: the rank's own columns, zeros around them.
-    pub(super) fn widened(
-        &self,
-        site: Place,
-        part: &Part,
-        x: Rows,
-        n: usize,
-        groups: usize,
-    ) -> Result<Rows, DeviceError> {
+    pub(super) fn widened(&self, part: &Part, x: Rows, n: usize, groups: usize) -> Result<Rows, DeviceError> {
         if part.is_aligned() {
             return Ok(x);
         }
         let wide = n * groups * part.covered;
-        let at = self.scratch(site, "wide", 4 * wide)?;
+        let at = self.scratch("wide", 4 * wide)?;
         let (width, from, covered) = (part.cols.len() as i32, part.cols.start as i32, part.covered as i32);
         let (g, rows) = (groups as i32, n as i32);
-        self.each(site, "widen", wide, &[&x.at, &x.row, &x.group, &g, &width, &from, &at, &covered, &rows])?;
+        self.each("widen", wide, &[&x.at, &x.row, &x.group, &g, &width, &from, &at, &covered, &rows])?;
         Ok(Rows { at, row: (groups * part.covered) as i64, group: part.covered as i64 })
     }
 
@@ -77,28 +69,28 @@ impl CudaDevice {
     #[allow(clippy::too_many_arguments)] // as the kernels
     pub(super) fn slots(
         &self,
-        site: Place,
         part: &Part,
         ids: &CudaIndex,
         sorted: Option<(u64, u64, usize)>,
+        operand: Rounding,
         slots: usize,
         x: Rows,
         y: Rows,
         n: usize,
     ) -> Done {
-        let (matrix, stack, count, recipe) = (part.matrix(), part.stack as i32, slots as i32, self.rounds(site));
+        let (matrix, stack, count, recipe) = (part.matrix(), part.stack as i32, slots as i32, rounds(operand));
         let bytes = n * slots * part.matrix_bytes();
         match sorted {
             None => {
                 let (ids, launch) = (ids.memory.address(), geometry::gemv(part.rows, n * slots));
                 let args: [&dyn Arg; 7] = [&matrix, &stack, &ids, &count, &x, &y, &recipe];
-                self.launch(site, "matmul", Some(part.ty), "gemv_slots", launch, bytes, &args)
+                self.launch("matmul", Some(part.ty), "gemv_slots", launch, bytes, &args)
             }
             Some((tiles, order, most)) => {
                 let launch = Launch { grid: (part.rows.div_ceil(TILE) as u32, most as u32, 1), block: 256, shared: 0 };
                 let args: [&dyn Arg; 7] = [&matrix, &tiles, &order, &count, &x, &y, &recipe];
                 let bytes = bytes.min(part.stack * part.matrix_bytes());
-                self.launch(site, "matmul", Some(part.ty), "gemm_slots", launch, bytes, &args)
+                self.launch("matmul", Some(part.ty), "gemm_slots", launch, bytes, &args)
             }
         }
     }
@@ -106,7 +98,6 @@ impl CudaDevice {
     /// Slots by expert, where there are many: addresses of the tiles and of the order, and the most tiles there can be.
     pub(super) fn sorted(
         &self,
-        site: Place,
         ids: &CudaIndex,
         slots: usize,
         n: usize,
@@ -116,27 +107,27 @@ impl CudaDevice {
             return Ok(None);
         }
         let most = geometry::most_tiles(n * slots, experts);
-        let order = self.scratch(site, "order", 4 * n * slots)?;
-        let tiles = self.scratch(site, "tiles", 12 * most)?;
+        let order = self.scratch("order", 4 * n * slots)?;
+        let tiles = self.scratch("tiles", 12 * most)?;
         let launch = Launch { grid: (1, 1, 1), block: 1024, shared: 8 * (experts as u32 + 1) };
         let (ids, count, e) = (ids.memory.address(), (n * slots) as i32, experts as i32);
         let (tile, most_tiles) = (TILE as i32, most as i32);
-        self.launch(site, "router", None, "group", launch, 0, &[&ids, &count, &e, &tile, &order, &tiles, &most_tiles])?;
+        self.launch("router", None, "group", launch, 0, &[&ids, &count, &e, &tile, &order, &tiles, &most_tiles])?;
         Ok(Some((tiles, order, most)))
     }
 
     /// Reads the table of angles, made at its first use for every position that the cache can hold.
-    pub(super) fn angles(&self, site: Place, base: f64, width: usize, positions: usize) -> Result<u64, DeviceError> {
+    pub(super) fn angles(&self, base: f64, width: usize, positions: usize) -> Result<u64, DeviceError> {
         let made_for = (base.to_bits(), width, positions);
         let mut rope = self.rope.borrow_mut();
         if let Some(table) = rope.as_ref().filter(|t| t.made_for == made_for) {
             return Ok(table.memory.address());
         }
         let count = positions * width / 2;
-        let memory = Memory::new(&self.gpu, 8 * count).map_err(|e| self.error(site, e))?;
+        let memory = Memory::new(&self.gpu, 8 * count).map_err(|e| self.error(e))?;
         let address = memory.address();
         let (p, w) = (positions as i32, width as i32);
-        self.each(site, "rope_table", count, &[&address, &p, &w, &base])?;
+        self.each("rope_table", count, &[&address, &p, &w, &base])?;
         if let Some(old) = rope.replace(RopeTable { made_for, memory }) {
             self.outgrown.borrow_mut().push(old.memory);
         }
@@ -144,18 +135,8 @@ impl CudaDevice {
     }
 
     /// SwiGLU of groups side by side.
-    #[allow(clippy::too_many_arguments)] // as the kernel
-    pub(super) fn gated(
-        &self,
-        site: Place,
-        x: Rows,
-        groups: usize,
-        width: usize,
-        out: &mut CudaBuf,
-        out_start: usize,
-        n: usize,
-    ) -> Done {
-        let (g, w, to, row, rows) = (groups as i32, width as i32, out.at(out_start), out.row(), n as i32);
-        self.each(site, "swiglu", n * groups * width, &[&x.at, &x.row, &x.group, &g, &w, &to, &row, &rows])
+    pub(super) fn gated(&self, x: Rows, groups: usize, width: usize, out: View, n: usize) -> Done {
+        let (g, w, (to, row, _), rows) = (groups as i32, width as i32, self.cols(out)?, n as i32);
+        self.each("swiglu", n * groups * width, &[&x.at, &x.row, &x.group, &g, &w, &to, &row, &rows])
     }
 }

@@ -4,9 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::{result, sys};
-
-use super::gpu::{Gpu, GpuError, at};
+use super::gpu::{Gpu, GpuError};
+use super::memory::Event;
 
 /// What one operation has cost so far.
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,14 +20,10 @@ pub struct Cost {
 
 /// Events of launches that have not been read yet.
 struct Pending {
-    gpu: Arc<Gpu>,
     op: &'static str,
     bytes: usize,
-    events: [sys::CUevent; 2],
+    events: [Event; 2],
 }
-
-// SAFETY: events belong to the context, which any thread may use once it is current.
-unsafe impl Send for Pending {}
 
 /// The costs of a rank's operations.
 #[derive(Default)]
@@ -43,20 +38,14 @@ impl Profile {
         bytes: usize,
         start: impl FnOnce() -> T,
     ) -> Result<T, GpuError> {
-        gpu.bind()?;
-        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(at("making an event"));
-        let events = [event()?, event()?];
-        let record = |e| {
-            // SAFETY: event and stream are of this context.
-            unsafe { result::event::record(e, gpu.stream().cu_stream()) }.map_err(at("recording an event"))
-        };
+        let events = [Event::timed(gpu)?, Event::timed(gpu)?];
         let alone = gpu.timed.lock().unwrap_or_else(PoisonError::into_inner);
-        record(events[0])?;
+        events[0].record()?;
         let done = start();
-        record(events[1])?;
+        events[1].record()?;
         drop(alone);
         let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        pending.push(Pending { gpu: gpu.clone(), op, bytes, events });
+        pending.push(Pending { op, bytes, events });
         Ok(done)
     }
 
@@ -68,27 +57,12 @@ impl Profile {
         let pending = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         let mut costs: BTreeMap<&'static str, Cost> = BTreeMap::new();
         for p in &pending {
-            p.gpu.bind()?;
-            let [a, b] = p.events;
-            // SAFETY: both events were recorded on the stream of this context.
-            let ms = unsafe { result::event::synchronize(b).and_then(|()| result::event::elapsed(a, b)) }
-                .map_err(at("reading events"))?;
+            let seconds = p.events[1].seconds_since(&p.events[0])?;
             let cost = costs.entry(p.op).or_default();
             cost.launches += 1;
-            cost.seconds += f64::from(ms) / 1e3;
+            cost.seconds += seconds;
             cost.bytes += p.bytes as u64;
         }
         Ok(costs)
-    }
-}
-
-impl Drop for Pending {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
-            for event in self.events {
-                // SAFETY: made by `time` and destroyed once.
-                let _ = unsafe { result::event::destroy(event) }; // nobody is left to be told
-            }
-        }
     }
 }

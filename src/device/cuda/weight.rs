@@ -7,8 +7,8 @@ use super::memory::Memory;
 use crate::quant::QuantType;
 
 /// A (fused) parameter on a GPU.
-pub struct CudaWeight {
-    pub(super) parts: Vec<Part>,
+pub(super) struct CudaWeight {
+    pub parts: Vec<Part>,
 }
 
 /// One part of a fused parameter.

@@ -1,6 +1,6 @@
 //! Dumps: the activations of one prompt as a folder that other engines can write and read.
 //!
-//! `dump.json` says what was run and where each point's values lie (`dump.schema.json` is its form); `rank{r}.safetensors`
+//! `dump.json` says what was run and where each point's values lie (`docs/schemas/dump.json` is its form); `rank{r}.safetensors`
 //! hold the values, one tensor per point under the point's full name, `[rows][shape]`, f32 or, for choices, i32. A dump
 //! appears under its name whole or not at all. What is read is believed only as far as it was checked: names, ranks,
 //! layouts and shapes against the points, and against the tensors.
@@ -19,7 +19,7 @@ pub use read::read;
 pub use write::write;
 
 /// The form of `dump.json`, as JSON Schema.
-pub const SCHEMA: &str = include_str!("dump.schema.json");
+pub const SCHEMA: &str = include_str!("../../../docs/schemas/dump.json");
 /// `format` of every dump.
 pub const FORMAT: &str = "lockstep-dump";
 /// The version that is written and read here.

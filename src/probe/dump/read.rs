@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::{Dtype, SafeTensors};
 
 use super::{Dump, DumpError, Entry, FORMAT, INDEX, Index, Meta, VERSION, axes};
-use crate::engine::Attention;
-use crate::model::{Block, Layout, Place, Point};
+use crate::model::{Attention, Block, Layout, Place, Point};
 use crate::probe::capture::{Captured, Values};
 use crate::probe::trace::Trace;
 

@@ -1,12 +1,13 @@
 //! The numbers of the metadata, read twice: by the engine and by the reference, independently. And, against a baseline,
 //! every number that differs, by its key.
 
-use lockstep_reference::config::{self as reference, Eps, RefConfig, RopeStyle};
+use lockstep_reference::config::{self as reference, RefConfig, RopeStyle};
 
+use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;
-use crate::checkpoint::{Checkpoint, Naming};
 use crate::model::Config;
-use crate::verify::verdict::{Check, Verdict};
+use crate::report::{Check, Verdict};
+use crate::verify::whole::own_eps;
 
 /// One number on two sides, as text that is equal exactly when the numbers are.
 struct Pair {
@@ -18,12 +19,7 @@ struct Pair {
 /// A check per number on which the two readings differ, or one that says that all agree; and how many were compared.
 pub(super) fn readings(checkpoint: &Checkpoint) -> (Vec<Check>, usize) {
     let c = checkpoint.config();
-    // A file's own eps for the latent norms; transformers' fixed one for its own form.
-    let eps = match checkpoint.source().naming() {
-        Naming::Gguf => Eps::File,
-        Naming::Hf => Eps::Hf,
-    };
-    let r = match RefConfig::from_raw(&Raw(checkpoint.source()), eps) {
+    let r = match RefConfig::from_raw(&Raw(checkpoint.source()), own_eps(checkpoint)) {
         Ok(r) => r,
         Err(e) => return (vec![Check::exact("config", false, format!("CONFIG: the reference refuses it: {e}"))], 1),
     };

@@ -6,8 +6,7 @@ use rayon::prelude::*;
 
 use crate::checkpoint::{TensorSource, View};
 use crate::quant::{QuantType, scan};
-use crate::verify::Progress;
-use crate::verify::verdict::{Check, Verdict};
+use crate::report::{Check, Progress, Verdict};
 
 /// Values per run: the unit whose largest value is compared with that of its neighbours.
 const RUN: usize = 256;

@@ -3,11 +3,11 @@
 
 use super::super::VerifyError;
 use super::super::subject::Subject;
-use super::super::verdict::{Check, Verdict};
-use crate::engine::batch::{Batch, Token};
+use crate::device::{Batch, Draw, Token};
 use crate::engine::kv::PAGE;
-use crate::engine::sampler::{Draw, greedy};
+use crate::engine::sampler::greedy;
 use crate::engine::{EngineError, Options};
+use crate::report::{Check, Verdict};
 
 /// How the three sequences choose. The hot one leaves the likeliest token soon; its seed fills both halves of 64 bits.
 const DRAWS: [Draw; 3] =
@@ -49,6 +49,7 @@ pub(super) fn check(subject: &Subject) -> Result<Check, VerifyError> {
         tables: tables.clone(),
         logits: (0..ids.len() as u32).collect(),
         ahead: ahead.to_vec(),
+        expanded: false,
     };
     let first: Vec<u32> = prompts.iter().enumerate().map(|(s, prompt)| prompt[last(s)]).collect();
     engine.step(batch(0, &first, &DRAWS), Vec::new())?;

@@ -13,12 +13,11 @@ use crate::engine::{Engine, Options};
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Filter, unshard};
-use crate::verify::VerifyError;
+use crate::report::{Check, Progress, Verdict};
 use crate::verify::drive::{Fed, Feed, Listen, choices, feed};
 use crate::verify::floor;
-use crate::verify::subject::{Progress, Subject};
-use crate::verify::verdict::{Check, Verdict};
 use crate::verify::whole::{self, Whole};
+use crate::verify::{Subject, VerifyError};
 
 /// The baseline's run and the floor around it.
 pub struct Free {

@@ -14,16 +14,14 @@ pub mod freely;
 
 use std::cell::OnceCell;
 use std::sync::Arc;
-use std::time::Instant;
 
-use super::VerifyError;
 use super::drive::{Difference, Fed, Feed, Listen, feed};
-use super::subject::{Progress, Subject};
-use super::verdict::{Check, StageReport, Verdict};
+use super::{Subject, VerifyError};
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, Options};
 use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
+use crate::report::{Check, Progress, StageReport, Verdict};
 
 /// One part of the stage; it adds its checks.
 type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
@@ -42,7 +40,6 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     if subject.ids.len() < 2 {
         return Ok(StageReport::unmeasured("invariants", "the prompt has fewer than two tokens"));
     }
-    let started = Instant::now();
     let mut bench = Bench::new(subject, progress)?;
     let steps: [(&str, Step<'_>); PARTS - 1] = [
         ("replicas", Bench::replicas),
@@ -71,9 +68,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         subject.attention.name(),
         if bench.exact { "bit by bit, degrees by the noise floor" } else { "by the noise floor" },
     );
-    let mut report = StageReport::new("invariants", summary, bench.checks);
-    report.seconds = started.elapsed().as_secs_f64();
-    Ok(report)
+    Ok(StageReport::new("invariants", summary, bench.checks))
 }
 
 /// The engine under test with its plain run, and what was found so far.
@@ -83,28 +78,23 @@ struct Bench<'a> {
     engine: Engine,
     /// True where bits are promised.
     exact: bool,
-    /// Digests of the prompt in one step, at every point that leaves fused operations whole, and its logits.
+    /// Digests of the prompt in one step, at every point, and its logits.
     base: Fed,
     /// The floor of whole runs, with the baseline's choices, once something needs it.
     floor: OnceCell<freely::Free>,
     checks: Vec<Check>,
 }
 
-/// The sums that a fused residual and norm keeps inside: to listen there takes the fusion apart.
-fn is_inside(point: Point) -> bool {
-    matches!(point, Point::Residual | Point::Output)
-}
-
-/// Everything else.
-fn not_inside() -> Filter {
-    Arc::new(|place| !is_inside(place.point))
+/// Every place.
+fn all() -> Filter {
+    Arc::new(|_| true)
 }
 
 impl<'a> Bench<'a> {
     fn new(subject: &'a Subject, progress: &'a dyn Progress) -> Result<Self, VerifyError> {
         let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
-        let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(not_inside()))?;
-        let (exact, floor) = (subject.engines.sums_in_one_order(), OnceCell::new());
+        let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
+        let (exact, floor) = (subject.engines.backend().sums_in_one_order(), OnceCell::new());
         Ok(Bench { subject, progress, engine, exact, base, floor, checks: Vec::new() })
     }
 
@@ -113,7 +103,7 @@ impl<'a> Bench<'a> {
     }
 
     fn digests(&mut self, of: &Feed<'_>) -> Result<Fed, VerifyError> {
-        feed(&mut self.engine, of, &Listen::Digests(not_inside()))
+        feed(&mut self.engine, of, &Listen::Digests(all()))
     }
 
     /// Three runs, with and without a listener. False if they differ: nothing can be judged then.
@@ -189,27 +179,19 @@ impl<'a> Bench<'a> {
         };
         self.checks.push(Check::exact("dumps on = off", part.is_none(), detail));
         let name = "fused = composed";
-        if self.exact {
-            let composed = feed(&mut self.engine, &whole, &Listen::Digests(Arc::new(|_| true)))?;
-            let inside = composed.only(is_inside).places().len();
-            let part = self.base.parts_from(&composed.only(|p| !is_inside(p)), 0..self.subject.ids.len());
-            let check = match part {
-                Some(p) => Check::exact(name, false, format!("residual and norm in one operation and in two: {p}")),
-                None if inside == 0 => {
-                    Check::new(name, Verdict::Unmeasured, "no sum inside was shown, so nothing was taken apart")
-                }
-                None => Check::exact(name, true, "residual and norm: same bits"),
-            };
-            self.checks.push(check);
+        let composed = Feed { expanded: true, ..whole.clone() };
+        let check = if !self.engine.fuses() {
+            Check::new(name, Verdict::Unmeasured, "the program that serves has nothing fused")
+        } else if self.exact {
+            let composed = self.digests(&composed)?;
+            let part = self.base.parts_from(&composed, 0..self.subject.ids.len());
+            let detail =
+                part.map_or("every point: same bits".into(), |p| format!("in one operation and in several: {p}"));
+            Check::exact(name, part.is_none(), detail)
         } else {
-            // Both sums are asked for, and so the operation comes apart; the run beside it keeps it whole.
-            let apart: Filter = Arc::new(|place| place.point.is_choice() || is_inside(place.point));
-            let check = self.freely(name, &[], |engine, listen| match listen {
-                Listen::Replace(with, _) => feed(engine, &whole, &Listen::Replace(with.clone(), apart)),
-                other => feed(engine, &whole, other),
-            })?;
-            self.checks.push(check);
-        }
+            self.freely(name, &[], |engine, listen| feed(engine, &composed, listen))?
+        };
+        self.checks.push(check);
         Ok(())
     }
 
@@ -219,7 +201,7 @@ impl<'a> Bench<'a> {
         let subject = self.subject;
         // A fresh engine, since replays are counted for the one made last.
         let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
-        let Some(before) = subject.engines.replays() else {
+        let Some(before) = subject.engines.backend().replays() else {
             self.checks.push(Check::new(name, Verdict::NotApplicable, "the device records no steps"));
             return Ok(());
         };
@@ -227,8 +209,8 @@ impl<'a> Bench<'a> {
         let tail = (subject.ids.len() / 2).min(12);
         let feeding = Feed::chunked(&subject.ids, vec![subject.ids.len() - tail, 1]);
         let replayed = feed(&mut engine, &feeding, &Listen::Off)?;
-        let count = subject.engines.replays().unwrap_or(0) - before;
-        let eager = feed(&mut engine, &feeding, &Listen::Digests(not_inside()))?;
+        let count = subject.engines.backend().replays().unwrap_or(0) - before;
+        let eager = feed(&mut engine, &feeding, &Listen::Digests(all()))?;
         let check = match replayed.logits_part(&eager, self.vocab()) {
             Some(row) => Check::exact(name, false, format!("the logits of token {row} differ")),
             None if count == 0 => Check::new(name, Verdict::Inactive, "no step was replayed"),
@@ -340,7 +322,7 @@ impl<'a> Bench<'a> {
         let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, other))?;
         let name = "DSA with top-k >= length = dense";
         let short = subject.ids.len().min(top_k);
-        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(not_inside()))?;
+        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
         let check = if self.exact {
             let bad = shared(&run).parts_from(&shared(&self.base), 0..short);

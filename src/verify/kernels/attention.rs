@@ -13,7 +13,7 @@ use crate::device::cuda::Queries;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::engine::kv::PAGE;
 use crate::model::Config;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// A set-up: sizes, sequences, tokens, and how many keys are chosen, if any.
 #[derive(Clone)]
@@ -196,15 +196,15 @@ impl<'a> Bench<'a> {
             View { start, rows: tokens.len(), row: heads * group + 11, groups: *heads, group, width }
         };
         let (l, r) = (view(*latent, 5), view(*rope, 2));
-        let areas = [self.lab.words(l.place(&q[0]))?, self.lab.words(r.place(&q[1]))?];
+        let areas = [self.lab.placed(l, &q[0])?, self.lab.placed(r, &q[1])?];
         let queries = Queries {
             latent: areas[0].at(0),
-            latent_row: l.row as i64,
+            latent_row: areas[0].row(),
             latent_start: l.start as i32,
             latent_stride: l.group as i32,
             latent_width: *latent as i32,
             rope: areas[1].at(0),
-            rope_row: r.row as i64,
+            rope_row: areas[1].row(),
             rope_start: r.start as i32,
             rope_stride: r.group as i32,
             rope_width: *rope as i32,
@@ -213,9 +213,9 @@ impl<'a> Bench<'a> {
         Ok((queries, areas))
     }
 
-    fn out(&self) -> View {
+    fn out(&self) -> Result<Area, GpuError> {
         let Setup { heads, latent, tokens, .. } = self.setup;
-        View { start: 0, rows: tokens.len(), row: heads * latent + 7, groups: *heads, group: *latent, width: *latent }
+        self.lab.room(View::plain(tokens.len(), heads * latent, heads * latent + 7))
     }
 
     fn context(&self) -> usize {
@@ -236,7 +236,7 @@ impl<'a> Bench<'a> {
         context: usize,
     ) -> Result<Array2<f64>, GpuError> {
         let Setup { heads, latent, tokens, most, .. } = self.setup;
-        let (lab, n, to) = (self.lab, tokens.len(), self.out());
+        let (lab, n) = (self.lab, tokens.len());
         let keys = most.map_or(context, |most| context.min(most));
         // The size of a split is that of the widest context that may come, not of this one's.
         let ever = most.map_or(self.widest(), |most| self.widest().min(most));
@@ -244,18 +244,18 @@ impl<'a> Bench<'a> {
         let parts = n * heads * splits;
         let (peaks, sums, partial) = (lab.poisoned(parts)?, lab.poisoned(parts)?, lab.poisoned(parts * latent)?);
         let (queries, _kept) = self.queries(q)?;
-        let y = lab.poisoned(to.extent())?;
+        let y = self.out()?;
         let (rows, ids, k) =
             (cache.area.at(0), self.chosen.as_ref().map_or(0, |c| c.0.at(0)), most.unwrap_or(0) as i32);
         let (count, per, factor) = (splits as i32, per_split as i32, scale(self.setup));
         let (p, s, w, h, l) = (peaks.at(0), sums.at(0), partial.at(0), *heads as i32, *latent as i32);
-        let (at, row, tokens) = (y.at(0), to.row as i64, &step.tokens);
+        let (at, row, tokens) = (y.at(0), y.row(), &step.tokens);
         let seen = lab.thrice(&[&y, &peaks, &sums, &partial], &|| {
             let args: [&dyn Arg; 11] = [&rows, &queries, &factor, &ids, &k, tokens, &count, &per, &p, &s, &w];
-            lab.launch("attention", "attend", geometry::attend(splits, *heads, n), &args)?;
+            lab.launch("attention", None, "attend", geometry::attend(splits, *heads, n), &args)?;
             let args: [&dyn Arg; 12] = [&p, &s, &w, &h, &l, &ids, &k, tokens, &count, &per, &at, &row];
             let launch = Launch { grid: (*heads as u32, n as u32, 1), block: 128, shared: 0 };
-            lab.launch("attention", "combine", launch, &args)
+            lab.launch("attention", None, "combine", launch, &args)
         })?;
         // Scratch may be written in part, but not behind its end.
         for (index, area) in [(1, &peaks), (2, &sums), (3, &partial)] {
@@ -263,31 +263,30 @@ impl<'a> Bench<'a> {
                 seen.words(index).iter().enumerate().filter(|(i, w)| **w != area.image()[*i]).map(|(i, _)| i).collect();
             seen.take(case, "scratch", index, area, &written);
         }
-        Ok(rows_of(&seen.floats(case, "latents", 0, &y, &to.words()), *latent))
+        Ok(rows_of(&seen.floats(case, "latents", 0, &y, &y.words()), *latent))
     }
 
     fn naive(&self, case: &mut Case, q: &[Vec<f32>; 2]) -> Result<Array2<f64>, GpuError> {
         let Setup { heads, latent, rope, tokens, most, .. } = self.setup;
-        let (lab, n, to) = (self.lab, tokens.len(), self.out());
+        let (lab, n) = (self.lab, tokens.len());
         let width = most.map_or(self.context(), |most| self.context().min(most));
         let (queries, _kept) = self.queries(q)?;
-        let (scores, y) = (lab.poisoned(n * heads * width)?, lab.poisoned(to.extent())?);
+        let (scores, y) = (lab.poisoned(n * heads * width)?, self.out()?);
         let (rows, ids, k) =
             (self.cache.area.at(0), self.chosen.as_ref().map_or(0, |c| c.0.at(0)), most.unwrap_or(0) as i32);
         let (factor, wide, at, all) = (scale(self.setup), width as i32, scores.at(0), (n * heads) as i32);
-        let (row_width, h, l, o, row) = ((latent + rope) as i32, *heads as i32, *latent as i32, y.at(0), to.row as i64);
+        let (row_width, h, l, o, row) = ((latent + rope) as i32, *heads as i32, *latent as i32, y.at(0), y.row());
         let tokens = &self.step.tokens;
         let seen = lab.thrice(&[&y, &scores], &|| {
             let args: [&dyn Arg; 8] = [&rows, &queries, &factor, &ids, &k, tokens, &wide, &at];
-            lab.launch("attention", "scores_naive", geometry::threads(width, *heads, n), &args)?;
+            lab.launch("attention", None, "scores_naive", geometry::threads(width, *heads, n), &args)?;
             let launch = geometry::threads(n * heads, 1, 1);
-            lab.launch("attention", "softmax_naive", launch, &[&at, &wide, &all])?;
+            lab.launch("attention", None, "softmax_naive", launch, &[&at, &wide, &all])?;
             let args: [&dyn Arg; 11] = [&rows, &row_width, &at, &wide, &h, &l, &ids, &k, tokens, &o, &row];
-            lab.launch("attention", "weighted_naive", geometry::threads(*latent, *heads, n), &args)
+            lab.launch("attention", None, "weighted_naive", geometry::threads(*latent, *heads, n), &args)
         })?;
-        let every: Vec<usize> = (0..n * heads * width).collect();
-        seen.take(case, "weights of keys", 1, &scores, &every);
-        Ok(rows_of(&seen.floats(case, "latents", 0, &y, &to.words()), *latent))
+        seen.take(case, "weights of keys", 1, &scores, &scores.words());
+        Ok(rows_of(&seen.floats(case, "latents", 0, &y, &y.words()), *latent))
     }
 
     fn check(&self, case: &mut Case, naive: &Array2<f64>) -> Result<(), GpuError> {

@@ -6,7 +6,7 @@ use super::lab::{Area, Lab, POISON, Step, View};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::engine::kv::PAGE;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Sequences of random key rows.
 pub struct Cache {
@@ -100,10 +100,9 @@ fn append(lab: &Lab<'_>, case: &mut Case, width: usize, page: usize) -> Result<(
     let mut seen = std::collections::BTreeSet::new();
     let tokens: Vec<(usize, i32)> = tokens.into_iter().filter(|t| t.1 < 0 || seen.insert(*t)).collect();
     let (n, step) = (tokens.len(), cache.step(lab, &tokens)?);
-    let from = View::plain(n, width, width + 3);
     let x = Random::of("appended").values(n * width);
-    let area = lab.words(from.place(&x))?;
-    let (to, w, at, row, count) = (cache.area.at(0), width as i32, area.at(0), from.row as i64, n as i32);
+    let area = lab.placed(View::plain(n, width, width + 3), &x)?;
+    let (to, w, at, row, count) = (cache.area.at(0), width as i32, area.at(0), area.row(), n as i32);
     let args: [&dyn Arg; 6] = [&to, &w, &at, &row, &step.tokens, &count];
     let seen = lab.thrice(&[&cache.area], &|| lab.each("append", n * width, &args))?;
     let (mut words, mut expected) = (Vec::new(), Vec::new());

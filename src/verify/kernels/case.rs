@@ -7,8 +7,8 @@ use rayon::prelude::*;
 
 use crate::device::cuda::cubin::CubinError;
 use crate::device::cuda::gpu::GpuError;
+use crate::report::{Check, Verdict};
 use crate::verify::floor::{Energy, LEAST_VALUES, limit, pools, sigma};
-use crate::verify::{Check, Verdict};
 
 /// Problems that are printed; a broken kernel has thousands.
 const SHOWN: usize = 3;

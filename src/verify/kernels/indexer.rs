@@ -13,7 +13,7 @@ use crate::device::cuda::IndexQueries;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::engine::kv::PAGE;
 use crate::model::Config;
-use crate::verify::Check;
+use crate::report::Check;
 use crate::verify::floor::LEAST_VALUES;
 
 /// Keys that the host scores per token.
@@ -175,26 +175,27 @@ impl Scores {
         let n = tokens.len();
         let view =
             View { start: 5, rows: n, row: heads * (width + 3) + 9, groups: *heads, group: width + 3, width: *width };
-        let by = View::plain(n, *heads, heads + 2);
-        let (q_area, w_area) = (lab.words(view.place(q))?, lab.words(by.place(weights))?);
+        let (q_area, w_area) = (lab.placed(view, q)?, lab.placed(View::plain(n, *heads, heads + 2), weights)?);
         let (step, y) = (cache.step(lab, tokens)?, lab.poisoned(n * context)?);
         let queries = IndexQueries {
             q: q_area.at(0),
-            q_row: view.row as i64,
+            q_row: q_area.row(),
             start: view.start as i32,
             stride: view.group as i32,
             width: *width as i32,
             heads: *heads as i32,
             weights: w_area.at(0),
-            w_row: by.row as i64,
+            w_row: w_area.row(),
         };
         let (keys, skip, wide, to) = (cache.area.at(0), unscored as i32, context as i32, y.at(0));
         let naive = kernel == "index_scores_naive";
         let fast_args: [&dyn Arg; 6] = [&keys, &queries, &step.tokens, &skip, &wide, &to];
         let naive_args: [&dyn Arg; 5] = [&keys, &queries, &step.tokens, &wide, &to];
         let seen = lab.thrice(&[&y], &|| match naive {
-            true => lab.launch("indexer", kernel, geometry::threads(context, n, 1), &naive_args),
-            false => lab.launch("indexer", kernel, geometry::index_scores(context, n, *heads, *width), &fast_args),
+            true => lab.launch("indexer", None, kernel, geometry::threads(context, n, 1), &naive_args),
+            false => {
+                lab.launch("indexer", None, kernel, geometry::index_scores(context, n, *heads, *width), &fast_args)
+            }
         })?;
         let skips = |t: usize| !naive && tokens[t].1 < unscored as i32;
         let words: Vec<usize> = (0..n).filter(|t| !skips(*t)).flat_map(|t| t * context..(t + 1) * context).collect();
@@ -250,16 +251,15 @@ fn select(lab: &Lab<'_>, case: &mut Case, naive: bool, width: usize, most: usize
     let seen = lab.thrice(&[&chosen, &taken], &|| {
         if !naive {
             let args: [&dyn Arg; 6] = [&at, &wide, &step.tokens, &k, &to, &to_row];
-            return lab.launch("indexer", "top_k", geometry::per_row(n, 1024), &args);
+            return lab.launch("indexer", None, "top_k", geometry::per_row(n, 1024), &args);
         }
         let args: [&dyn Arg; 5] = [&at, &wide, &step.tokens, &k, &marks];
-        lab.launch("indexer", "top_k_naive", geometry::threads(width, n, 1), &args)?;
+        lab.launch("indexer", None, "top_k_naive", geometry::threads(width, n, 1), &args)?;
         let args: [&dyn Arg; 5] = [&marks, &wide, &to, &to_row, &count];
-        lab.launch("indexer", "list_naive", geometry::threads(n, 1, 1), &args)
+        lab.launch("indexer", None, "list_naive", geometry::threads(n, 1, 1), &args)
     })?;
-    let words: Vec<usize> = (0..n * row).collect();
     let what = format!("{most} of {width}");
-    let found: Vec<i32> = seen.take(case, &what, 0, &chosen, &words).into_iter().map(|w| w as i32).collect();
+    let found = seen.ints(case, &what, 0, &chosen, &chosen.words());
     let mut expected = vec![-1i32; n * row];
     let mut marked = vec![0u8; n * width];
     for (t, position) in positions.iter().enumerate() {
@@ -273,8 +273,7 @@ fn select(lab: &Lab<'_>, case: &mut Case, naive: bool, width: usize, most: usize
         case.equal(&format!("{what}, row {t}"), &found[t * row..(t + 1) * row], &expected[t * row..(t + 1) * row]);
     }
     if naive {
-        let whole: Vec<usize> = (0..(n * width).div_ceil(4)).collect();
-        let found = bytes_of(&seen.take(case, "marks", 1, &taken, &whole));
+        let found = bytes_of(&seen.take(case, "marks", 1, &taken, &taken.words()));
         case.equal(&format!("{what}, marks"), &found[..n * width], &marked);
     }
     Ok(())

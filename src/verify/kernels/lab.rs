@@ -9,9 +9,9 @@ use std::sync::Arc;
 use lockstep_kernels::geometry::{self, Launch};
 
 use super::case::Case;
-use crate::device::cuda::Tokens;
 use crate::device::cuda::gpu::{Arg, Gpu, GpuError};
 use crate::device::cuda::memory::Memory;
+use crate::device::cuda::{Rows, Tokens};
 use crate::quant::QuantType;
 
 /// A NaN with a payload of its own: arithmetic never gives it, so where it stands nothing was written.
@@ -21,16 +21,32 @@ const GUARD: usize = 64;
 /// How often every launch is repeated.
 const REPEATS: usize = 3;
 
-/// Memory of the GPU with the words that lie there before a launch.
+/// Memory of the GPU with the words that lie there before a launch, and where its values are among them.
 pub struct Area {
     memory: Memory,
     image: Vec<u32>,
+    view: View,
 }
 
 impl Area {
     /// Address of a word.
     pub fn at(&self, word: usize) -> u64 {
         self.memory.address() + 4 * word as u64
+    }
+
+    /// Words from one row to the next.
+    pub fn row(&self) -> i64 {
+        self.view.row as i64
+    }
+
+    /// Its rows as kernels take them.
+    pub fn rows(&self) -> Rows {
+        Rows { at: self.at(self.view.start), row: self.row(), group: self.view.group as i64 }
+    }
+
+    /// The words of its values.
+    pub fn words(&self) -> Vec<usize> {
+        self.view.words()
     }
 
     /// The words before a launch, without the guard.
@@ -124,6 +140,11 @@ impl Seen {
         words.iter().map(|word| image[*word]).collect()
     }
 
+    /// As [`Seen::take`], as integers.
+    pub fn ints(&self, case: &mut Case, what: &str, index: usize, area: &Area, words: &[usize]) -> Vec<i32> {
+        self.take(case, what, index, area, words).into_iter().map(|w| w as i32).collect()
+    }
+
     /// As [`Seen::take`], as numbers.
     pub fn floats(&self, case: &mut Case, what: &str, index: usize, area: &Area, words: &[usize]) -> Vec<f32> {
         self.take(case, what, index, area, words).into_iter().map(f32::from_bits).collect()
@@ -164,11 +185,31 @@ impl<'a> Lab<'a> {
     ///
     /// # Errors
     /// Too little memory.
-    pub fn words(&self, mut image: Vec<u32>) -> Result<Area, GpuError> {
+    pub fn words(&self, image: Vec<u32>) -> Result<Area, GpuError> {
+        self.area(View::plain(1, image.len(), image.len()), image)
+    }
+
+    fn area(&self, view: View, mut image: Vec<u32>) -> Result<Area, GpuError> {
         image.extend([POISON; GUARD]);
         let memory = Memory::new(self.gpu, 4 * image.len())?;
         memory.upload(0, &image)?;
-        Ok(Area { memory, image })
+        Ok(Area { memory, image, view })
+    }
+
+    /// An area with these values at a view's words.
+    ///
+    /// # Errors
+    /// As [`Lab::words`].
+    pub fn placed(&self, view: View, values: &[f32]) -> Result<Area, GpuError> {
+        self.area(view, view.place(values))
+    }
+
+    /// An area of poison with room for a view's values.
+    ///
+    /// # Errors
+    /// As [`Lab::words`].
+    pub fn room(&self, view: View) -> Result<Area, GpuError> {
+        self.placed(view, &[])
     }
 
     /// An area with these values, side by side.
@@ -228,36 +269,11 @@ impl<'a> Lab<'a> {
         Ok(Step { tokens, _kept: kept })
     }
 
-    /// One launch of an untyped unit's kernel.
+    /// One launch of a kernel, of a type where its unit has them.
     ///
     /// # Errors
     /// What the driver says.
     pub fn launch(
-        &self,
-        unit: &'static str,
-        kernel: &'static str,
-        launch: Launch,
-        args: &[&dyn Arg],
-    ) -> Result<(), GpuError> {
-        self.start(unit, None, kernel, launch, args)
-    }
-
-    /// One launch of a typed unit's kernel.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn typed(
-        &self,
-        unit: &'static str,
-        ty: QuantType,
-        kernel: &'static str,
-        launch: Launch,
-        args: &[&dyn Arg],
-    ) -> Result<(), GpuError> {
-        self.start(unit, Some(ty), kernel, launch, args)
-    }
-
-    fn start(
         &self,
         unit: &'static str,
         ty: Option<QuantType>,
@@ -275,7 +291,21 @@ impl<'a> Lab<'a> {
     /// # Errors
     /// What the driver says.
     pub fn each(&self, kernel: &'static str, count: usize, args: &[&dyn Arg]) -> Result<(), GpuError> {
-        self.launch("rows", kernel, geometry::each(count), args)
+        self.launch("rows", None, kernel, geometry::each(count), args)
+    }
+
+    /// As [`Lab::thrice`] for a kernel that writes the values of one area, which come back.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn values(
+        &self,
+        case: &mut Case,
+        what: &str,
+        out: &Area,
+        go: &dyn Fn() -> Result<(), GpuError>,
+    ) -> Result<Vec<f32>, GpuError> {
+        Ok(self.thrice(&[out], go)?.floats(case, what, 0, out, &out.words()))
     }
 
     /// Puts the areas back to their first words and runs `go`, three times; their words afterwards.

@@ -27,13 +27,14 @@ use rayon::prelude::*;
 
 use self::lab::Lab;
 use self::products::Shape;
-use super::{Check, Progress, StageReport, Subject, Verdict, VerifyError};
+use super::{Subject, VerifyError};
 use crate::device::DeviceError;
 use crate::device::cuda::cubin::modules;
 use crate::device::cuda::gpu::{Gpu, GpuError};
 use crate::engine::EngineError;
 use crate::model::{Kind, params};
 use crate::quant::QuantType;
+use crate::report::{Check, Progress, StageReport, Verdict};
 use crate::shard::{ShardPlan, TpPlan};
 
 /// The unit whose kernels test the machine: the stage `host` runs and judges them.
@@ -50,7 +51,7 @@ const MODEL_ROWS: usize = 33;
 /// # Errors
 /// A GPU that cannot be opened. What goes wrong on it later is a finding.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
-    let Some(backend) = subject.engines.cuda() else {
+    let Some(backend) = subject.engines.backend().cuda() else {
         return Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own"));
     };
     let ordinal = backend.gpus(subject.tp).map_err(failed)?.first().copied().unwrap_or(0);
@@ -91,7 +92,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 }
 
 fn failed(e: GpuError) -> VerifyError {
-    VerifyError::Engine(EngineError::Device(DeviceError { rank: 0, place: None, problem: e.to_string() }))
+    VerifyError::Engine(EngineError::Device(DeviceError::Failed { rank: 0, place: None, problem: e.to_string() }))
 }
 
 /// A group of checks that runs as a whole.
@@ -116,16 +117,12 @@ fn steps(subject: &Subject) -> Vec<Step<'_>> {
         }));
     }
     let (whole, experts) = shapes(subject);
-    steps.extend(
-        whole
-            .into_iter()
-            .map(|s| Box::new(move |lab: &Lab<'_>, out: &mut Vec<Check>| products::run(lab, &s, out)) as Step<'_>),
-    );
-    steps.extend(
-        experts
-            .into_iter()
-            .map(|s| Box::new(move |lab: &Lab<'_>, out: &mut Vec<Check>| slots::run(lab, &s, out)) as Step<'_>),
-    );
+    for shape in whole {
+        steps.push(Box::new(move |lab, out| products::run(lab, &shape, out)));
+    }
+    for shape in experts {
+        steps.push(Box::new(move |lab, out| slots::run(lab, &shape, out)));
+    }
     steps
 }
 

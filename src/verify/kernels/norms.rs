@@ -9,7 +9,7 @@ use super::lab::{Lab, View};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::model::Config;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Rows at once.
 const COUNTS: [usize; 3] = [1, 3, 9];
@@ -83,39 +83,33 @@ fn launch(
     [w, b]: [&[f32]; 2],
 ) -> Result<Array2<f64>, GpuError> {
     let width = w.len();
-    let (from, to) = (View::plain(n, width, width + 3), View::plain(n, width, width + 5));
-    let x_area = lab.words(from.place(&x[..n * width]))?;
-    let (w_area, b_area, y) = (lab.floats(w)?, lab.floats(b)?, lab.poisoned(to.extent())?);
-    let (at, row, weights, bias) = (x_area.at(0), from.row as i64, w_area.at(0), b_area.at(0));
-    let (wide, out, out_row, count) = (width as i32, y.at(0), to.row as i64, n as i32);
-    let one_each = geometry::threads(n, 1, 1);
-    let run = |launch, args: &[&dyn Arg]| lab.launch("norm", kernel, launch, args);
-    let seen = match kernel {
-        "rms_norm" => {
-            let args: [&dyn Arg; 7] = [&at, &row, &weights, &EPS, &wide, &out, &out_row];
-            lab.thrice(&[&y], &|| run(geometry::per_row(n, 512), &args))?
-        }
-        "rms_norm_naive" => {
+    let x = lab.placed(View::plain(n, width, width + 3), &x[..n * width])?;
+    let (w, b, y) = (lab.floats(w)?, lab.floats(b)?, lab.room(View::plain(n, width, width + 5))?);
+    let (at, row, weights, bias) = (x.at(0), x.row(), w.at(0), b.at(0));
+    let (wide, out, out_row, count) = (width as i32, y.at(0), y.row(), n as i32);
+    let (blocks, one_each) = (geometry::per_row(n, 512), geometry::threads(n, 1, 1));
+    let run = |launch, args: &[&dyn Arg]| lab.launch("norm", None, kernel, launch, args);
+    let found = match kernel {
+        "rms_norm" | "rms_norm_naive" => {
             let args: [&dyn Arg; 8] = [&at, &row, &weights, &EPS, &wide, &out, &out_row, &count];
-            lab.thrice(&[&y], &|| run(one_each, &args))?
+            let (launch, args) = if kernel == "rms_norm" { (blocks, &args[..7]) } else { (one_each, &args[..]) };
+            lab.values(case, what, &y, &|| run(launch, args))?
         }
         "add_rms_norm" => {
-            let by = View::plain(n, width, width + 1);
-            let delta = lab.words(by.place(&delta[..n * width]))?;
-            let (delta_at, delta_row) = (delta.at(0), by.row as i64);
+            let delta = lab.placed(View::plain(n, width, width + 1), &delta[..n * width])?;
+            let (delta_at, delta_row) = (delta.at(0), delta.row());
             let args: [&dyn Arg; 9] = [&at, &row, &delta_at, &delta_row, &weights, &EPS, &wide, &out, &out_row];
-            let seen = lab.thrice(&[&y, &x_area], &|| run(geometry::per_row(n, 512), &args))?;
-            let residual = seen.floats(case, what, 1, &x_area, &from.words());
+            let seen = lab.thrice(&[&y, &x], &|| run(blocks, &args))?;
+            let residual = seen.floats(case, what, 1, &x, &x.words());
             case.same(&format!("{what}: residual"), &residual, &summed[..n * width]);
-            seen
+            seen.floats(case, what, 0, &y, &y.words())
         }
         in_place => {
             let (block, naive) = (geometry::per_row(n, 128), in_place == "layer_norm_naive");
             let args: [&dyn Arg; 7] = [&at, &row, &weights, &bias, &EPS, &wide, &count];
             let (launch, args) = if naive { (one_each, &args[..]) } else { (block, &args[..6]) };
-            let seen = lab.thrice(&[&x_area], &|| run(launch, args))?;
-            return Ok(rows_of(&seen.floats(case, what, 0, &x_area, &from.words()), width));
+            lab.values(case, what, &x, &|| run(launch, args))?
         }
     };
-    Ok(rows_of(&seen.floats(case, what, 0, &y, &to.words()), width))
+    Ok(rows_of(&found, width))
 }

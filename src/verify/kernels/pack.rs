@@ -6,11 +6,11 @@ use lockstep_kernels::geometry;
 use super::case::{Case, check};
 use super::lab::{Lab, POISON, View, bytes_of};
 use super::random::Random;
-use super::weights::{PLANE_ROOM, Stored};
-use crate::device::cuda::Rows;
+use super::weights::Stored;
 use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::memory::PLANE_ROOM;
 use crate::quant::{QuantType, dequantise};
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Every kernel of pack.cu, and `embed`, for a type.
 pub fn run(lab: &Lab<'_>, ty: QuantType, out: &mut Vec<Check>) {
@@ -36,7 +36,7 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
         for (first, n) in pieces {
             let (from, first, n) = (file_at + first as u64, first as i64, n as i64);
             let args: [&dyn Arg; 5] = [&from, &planes_at, &first, &n, &blocks];
-            lab.typed("pack", ty, "repack", geometry::each(n as usize), &args)?;
+            lab.launch("pack", Some(ty), "repack", geometry::each(n as usize), &args)?;
         }
         Ok(())
     };
@@ -69,12 +69,11 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 for (first, n) in pieces {
                     let (to, first, n) = (back_at + first as u64, first as i64, n as i64);
                     let args: [&dyn Arg; 5] = [&planes_at, &to, &first, &n, &blocks];
-                    lab.typed("pack", ty, "unpack", geometry::each(n as usize), &args)?;
+                    lab.launch("pack", Some(ty), "unpack", geometry::each(n as usize), &args)?;
                 }
                 Ok(())
             })?;
-            let words: Vec<usize> = (0..bytes.len().div_ceil(4)).collect();
-            let found = bytes_of(&seen.take(case, "file", 0, &back, &words));
+            let found = bytes_of(&seen.take(case, "file", 0, &back, &back.words()));
             case.equal("bytes", &found[..bytes.len()], bytes);
         }
         "repack_check" => {
@@ -87,7 +86,7 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 let (from, first, n, at) = (other.at(0), 0i64, bytes.len() as i64, found.at(0));
                 let seen = lab.thrice(&[&found], &|| {
                     let args: [&dyn Arg; 6] = [&from, &planes_at, &first, &n, &blocks, &at];
-                    lab.typed("pack", ty, "repack_check", geometry::each(bytes.len()), &args)
+                    lab.launch("pack", Some(ty), "repack_check", geometry::each(bytes.len()), &args)
                 })?;
                 let count = seen.take(case, "count", 0, &found, &[0]);
                 case.equal("wrong bytes", &count, &[5 + wrong as u32]);
@@ -107,13 +106,11 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 }
                 let out = lab.poisoned(rows * cols)?;
                 let (wide, from, count, to) = (cols as i32, first as i64, rows as i32, out.at(0));
-                let seen = lab.thrice(&[&out], &|| {
-                    let args: [&dyn Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
-                    lab.typed("pack", ty, "dequantise", geometry::each(rows * cols / 16 + 1), &args)
-                })?;
-                let words: Vec<usize> = (0..rows * cols).collect();
                 let what = format!("{rows} rows of {cols} from row {first}");
-                let found = seen.floats(case, &what, 0, &out, &words);
+                let found = lab.values(case, &what, &out, &|| {
+                    let args: [&dyn Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
+                    lab.launch("pack", Some(ty), "dequantise", geometry::each(rows * cols / 16 + 1), &args)
+                })?;
                 case.same(&what, &found, &expected);
             }
         }
@@ -135,13 +132,10 @@ fn embed(lab: &Lab<'_>, ty: QuantType, cols: usize, case: &mut Case) -> Result<(
             _ => vec![0.0; cols],
         })
         .collect();
-    let view = View::plain(ids.len(), cols, cols + 3);
-    let (id_area, y) = (lab.ints(&ids)?, lab.poisoned(view.extent())?);
-    let (matrix, at, to) = (w.matrix(), id_area.at(0), Rows { at: y.at(0), row: view.row as i64, group: 0 });
-    let seen = lab.thrice(&[&y], &|| {
-        lab.typed("matmul", ty, "embed", geometry::per_row(ids.len(), 128), &[&matrix, &first, &at, &to])
-    })?;
-    let found = seen.floats(case, "rows", 0, &y, &view.words());
+    let (id_area, y) = (lab.ints(&ids)?, lab.room(View::plain(ids.len(), cols, cols + 3))?);
+    let (matrix, at, to, launch) = (w.matrix(), id_area.at(0), y.rows(), geometry::per_row(ids.len(), 128));
+    let found = lab
+        .values(case, "rows", &y, &|| lab.launch("matmul", Some(ty), "embed", launch, &[&matrix, &first, &at, &to]))?;
     case.same("rows", &found, &expected);
     Ok(())
 }

@@ -2,17 +2,17 @@
 //! many-row kernels against f64 and against the naive one, in both operand roundings.
 
 use lockstep_kernels::geometry::{self, Launch};
-use lockstep_reference::ndarray::{Array2, s};
+use lockstep_reference::ndarray::{Array2, Axis, s};
 use lockstep_reference::{Arith, Recipe};
 
 use super::case::{Case, Floor, check, rows_of};
-use super::lab::{Lab, View};
+use super::lab::{Area, Lab, View};
 use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
-use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::quant::QuantType;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Rows of W that the host multiplies.
 const JUDGED: usize = 64;
@@ -77,13 +77,19 @@ pub struct Floors {
     fast: Floor,
     /// Around the truth of the rounded operand: what is left when the rounding itself is taken as given.
     rounded: Floor,
+    /// The rows of W that the reference has.
+    judged: Vec<usize>,
 }
+
+/// What the reference makes of activations, at the judged rows of W.
+type Truth<'a> = dyn Fn(Arith, &Array2<f64>) -> Array2<f64> + Sync + 'a;
 
 impl Floors {
     /// From an operation on activations.
-    pub fn new(tp: usize, x: &Array2<f64>, op: &(dyn Fn(Arith, &Array2<f64>) -> Array2<f64> + Sync)) -> Self {
+    pub fn new(tp: usize, x: &Array2<f64>, judged: &[usize], op: &Truth<'_>) -> Self {
         let rounded = x.mapv(|v| half::bf16::from_f32(v as f32).to_f64());
         Floors {
+            judged: judged.to_vec(),
             strict: Floor::of(Recipe::Strict, tp, &|a| op(a, x)),
             fast: Floor::of(Recipe::Fast, tp, &|a| op(a, x)),
             rounded: Floor::of(Recipe::Strict, tp, &|a| op(a, &rounded)),
@@ -91,23 +97,25 @@ impl Floors {
     }
 
     /// The floor that two kernels of a recipe share.
-    pub fn narrow(&self, recipe: i32) -> &Floor {
+    fn narrow(&self, recipe: i32) -> &Floor {
         if recipe == 0 { &self.strict } else { &self.rounded }
     }
 
-    /// Judges a run of a recipe.
-    pub fn judge(&self, case: &mut Case, what: &str, recipe: i32, found: &Array2<f64>) {
+    /// Judges a run of a recipe over `n` tokens.
+    pub fn judge(&self, case: &mut Case, n: usize, recipe: i32, all: &Array2<f64>) {
+        let found = all.select(Axis(1), &self.judged);
         if recipe == 1 {
-            case.judge(&format!("{what}, fast"), found, &self.fast);
+            case.judge(&format!("n = {n}, fast"), &found, &self.fast);
         }
         let operand = if recipe == 0 { "strict" } else { "fast, operand as rounded" };
-        case.judge(&format!("{what}, {operand}"), found, self.narrow(recipe));
+        case.judge(&format!("n = {n}, {operand}"), &found, self.narrow(recipe));
     }
-}
 
-/// Sampled columns of rows of `width` values.
-pub fn sampled(all: &Array2<f64>, columns: &[usize]) -> Array2<f64> {
-    Array2::from_shape_fn((all.nrows(), columns.len()), |(i, j)| all[[i, columns[j]]])
+    /// Judges a run against the naive kernel's of the same recipe, which may be over more tokens.
+    pub fn judge_twins(&self, case: &mut Case, n: usize, recipe: i32, all: &Array2<f64>, naive: &Array2<f64>) {
+        let twin = self.narrow(recipe).around(naive.slice(s![..all.nrows(), ..]).to_owned());
+        case.judge(&format!("n = {n} against the naive kernel"), all, &twin);
+    }
 }
 
 /// One shape: its matrices, activations, and what the reference makes of them.
@@ -116,7 +124,6 @@ struct Bench<'a> {
     shape: &'a Shape,
     w: Stored,
     x: Vec<f32>,
-    judged: Vec<usize>,
     floors: Floors,
 }
 
@@ -129,7 +136,7 @@ pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
         let made = Bench::new(lab, shape)?;
         for recipe in [0, 1] {
             let all = made.launch(case, "matmul_naive", shape.most, recipe, &made.x)?;
-            made.judge(case, shape.most, recipe, &all);
+            made.floors.judge(case, shape.most, recipe, &all);
             naive.push(all);
         }
         bench = Some(made);
@@ -141,11 +148,8 @@ pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
             for n in counts.iter().copied().filter(|n| *n <= shape.most) {
                 for recipe in [0, 1] {
                     let all = bench.launch(case, kernel, n, recipe, &bench.x)?;
-                    bench.judge(case, n, recipe, &all);
-                    let rows = n * shape.stack;
-                    let twin =
-                        bench.floors.narrow(recipe).around(naive[recipe as usize].slice(s![..rows, ..]).to_owned());
-                    case.judge(&format!("n = {n} against the naive kernel"), &all, &twin);
+                    bench.floors.judge(case, n, recipe, &all);
+                    bench.floors.judge_twins(case, n, recipe, &all, &naive[recipe as usize]);
                 }
             }
             bench.planted(case, kernel, counts[counts.len() - 1].min(shape.most))
@@ -173,8 +177,8 @@ impl<'a> Bench<'a> {
             }
             y
         };
-        let floors = Floors::new(lab.tp, &rows_of(&x, cols), &op);
-        Ok(Bench { lab, shape, w, x, judged, floors })
+        let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
+        Ok(Bench { lab, shape, w, x, floors })
     }
 
     /// All values of `[n][groups][rows]`, a row per token and group.
@@ -195,45 +199,34 @@ impl<'a> Bench<'a> {
         let (from, to) = (lay(cols), lay(rows));
         // Behind the last row of x, and between rows, lies poison; the covering columns' zeros come from `widen`.
         let area = if own == (0, cols) {
-            lab_area(self.lab, &from, &x[..n * stack * cols])?
+            self.lab.placed(from, &x[..n * stack * cols])?
         } else {
-            self.widened(case, &from, &x[..n * stack * cols])?
+            self.widened(case, from, &x[..n * stack * cols])?
         };
-        let xs = Rows { at: area.at(0), row: from.row as i64, group: from.group as i64 };
-        let y = self.lab.poisoned(to.extent())?;
-        let ys = Rows { at: y.at(0), row: to.row as i64, group: to.group as i64 };
+        let y = self.lab.room(to)?;
         let launch: Launch = match kernel {
             "gemm" => geometry::gemm(rows, n, stack),
             "matmul_naive" => geometry::threads(rows, n, stack),
             _ => geometry::gemv(rows, stack),
         };
-        let (matrix, count) = (self.w.matrix(), n as i32);
+        let args: [&dyn Arg; 5] = [&self.w.matrix(), &area.rows(), &y.rows(), &(n as i32), &recipe];
         let what = format!("n = {n}, recipe {recipe}");
-        let seen = self
-            .lab
-            .thrice(&[&y], &|| self.lab.typed("matmul", ty, kernel, launch, &[&matrix, &xs, &ys, &count, &recipe]))?;
-        Ok(rows_of(&seen.floats(case, &what, 0, &y, &to.words()), rows))
+        let go = || self.lab.launch("matmul", Some(ty), kernel, launch, &args);
+        Ok(rows_of(&self.lab.values(case, &what, &y, &go)?, rows))
     }
 
     /// The rank's own columns, put between zeros by the kernel that the engine uses for it.
-    fn widened(&self, case: &mut Case, view: &View, x: &[f32]) -> Result<super::lab::Area, GpuError> {
+    fn widened(&self, case: &mut Case, view: View, x: &[f32]) -> Result<Area, GpuError> {
         let (lab, (first, end), cols) = (self.lab, self.shape.own, self.shape.cols);
         let narrow: Vec<f32> = x.chunks_exact(cols).flat_map(|row| row[first..end].iter().copied()).collect();
-        let own = View::plain(view.rows, end - first, end - first + 2);
-        let (source, wide) = (lab_area(lab, &own, &narrow)?, lab.poisoned(view.rows * cols)?);
-        let (from, row, group, groups, width) = (source.at(0), own.row as i64, 0i64, 1i32, (end - first) as i32);
+        let source = lab.placed(View::plain(view.rows, end - first, end - first + 2), &narrow)?;
+        let wide = lab.poisoned(view.rows * cols)?;
+        let (Rows { at: from, row, group }, groups, width) = (source.rows(), 1i32, (end - first) as i32);
         let (at, to, all, n) = (first as i32, wide.at(0), cols as i32, view.rows as i32);
-        let seen = lab.thrice(&[&wide], &|| {
-            lab.each("widen", view.rows * cols, &[&from, &row, &group, &groups, &width, &at, &to, &all, &n])
-        })?;
-        let dense = View::plain(view.rows, cols, cols);
-        let found = seen.floats(case, "widen", 0, &wide, &dense.words());
+        let args: [&dyn Arg; 9] = [&from, &row, &group, &groups, &width, &at, &to, &all, &n];
+        let found = lab.values(case, "widen", &wide, &|| lab.each("widen", view.rows * cols, &args))?;
         case.same("widen", &found, x);
-        lab_area(lab, view, &found)
-    }
-
-    fn judge(&self, case: &mut Case, n: usize, recipe: i32, all: &Array2<f64>) {
-        self.floors.judge(case, &format!("n = {n}"), recipe, &sampled(all, &self.judged));
+        lab.placed(view, &found)
     }
 
     /// A NaN in one row and an infinity in another: all of these rows are lost, and the others do not change by a bit.
@@ -262,9 +255,4 @@ impl<'a> Bench<'a> {
         }
         Ok(())
     }
-}
-
-/// An area with values at a view's words.
-pub fn lab_area(lab: &Lab<'_>, view: &View, values: &[f32]) -> Result<super::lab::Area, GpuError> {
-    lab.words(view.place(values))
 }

@@ -10,14 +10,15 @@ use super::case::{Case, Floor, check, rows_of};
 use super::lab::{Lab, View};
 use super::random::Random;
 use super::slots::sorted;
+use crate::device::Router;
+use crate::device::cuda::RouterArg;
 use crate::device::cuda::gpu::{Arg, GpuError};
-use crate::device::cuda::{Router, router};
 use crate::model::Config;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Every kernel of router.cu.
 pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
-    let of = |experts, used, groups, groups_used, softmax, normalise| Router {
+    let of = |experts, used, groups, groups_used, softmax, normalise| RouterArg {
         experts,
         used,
         groups,
@@ -27,7 +28,7 @@ pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
         factor: 2.5,
     };
     let configs = [
-        ("this model's", router(c)),
+        ("this model's", RouterArg::from(&Router::from(c))),
         ("64 in 8 groups", of(64, 6, 8, 3, 0, 1)),
         ("256 in 8 groups, softmax", of(256, 8, 8, 4, 1, 0)),
         ("softmax, not normalised", of(160, 6, 1, 1, 1, 0)),
@@ -47,7 +48,7 @@ const TOKENS: usize = 9;
 const PADDING: usize = 4;
 
 /// Logits by row: random; all equal; few different values; a NaN among them; one that outweighs all; widely spread.
-fn logits(r: &Router) -> Vec<f32> {
+fn logits(r: &RouterArg) -> Vec<f32> {
     let experts = r.experts as usize;
     let mut x = Random::of(&format!("router {experts}")).values(TOKENS * experts);
     let row = |t: usize| t * experts..(t + 1) * experts;
@@ -66,7 +67,7 @@ fn biases(experts: usize) -> Vec<f32> {
     (0..experts).map(|e| [0.0, 0.125, 0.125, 0.0625][e % 4]).collect()
 }
 
-fn gating(r: &Router) -> Gating {
+fn gating(r: &RouterArg) -> Gating {
     if r.softmax == 1 { Gating::Softmax } else { Gating::Sigmoid }
 }
 
@@ -77,7 +78,7 @@ fn choice(scores: &[f32], used: usize) -> Vec<i32> {
     (0..used).map(|i| order.get(i).map_or(-1, |e| *e as i32)).collect()
 }
 
-fn route(lab: &Lab<'_>, r: &Router, kernel: &'static str, case: &mut Case) -> Result<(), GpuError> {
+fn route(lab: &Lab<'_>, r: &RouterArg, kernel: &'static str, case: &mut Case) -> Result<(), GpuError> {
     let (experts, used) = (r.experts as usize, r.used as usize);
     let (x, bias) = (logits(r), biases(experts));
     let truth = rows_of(&x, experts);
@@ -91,26 +92,24 @@ fn route(lab: &Lab<'_>, r: &Router, kernel: &'static str, case: &mut Case) -> Re
         if n > PADDING {
             positions[PADDING] = -1;
         }
-        let (from, to) = (View::plain(n, experts, experts + 3), View::plain(n, experts, experts + 1));
-        let (area, bias_area, position) =
-            (lab.words(from.place(&x[..n * experts]))?, lab.floats(&bias)?, lab.ints(&positions)?);
-        let by = View::plain(n, used, used + 3);
-        let (scores, ids, weights) = (lab.poisoned(to.extent())?, lab.poisoned(n * used)?, lab.poisoned(by.extent())?);
-        let (at, row, b, p, count) = (area.at(0), from.row as i64, bias_area.at(0), position.at(0), n as i32);
-        let (c, c_row, chosen, w, w_row) = (scores.at(0), to.row as i64, ids.at(0), weights.at(0), by.row as i64);
+        let area = lab.placed(View::plain(n, experts, experts + 3), &x[..n * experts])?;
+        let (bias_area, position, ids) = (lab.floats(&bias)?, lab.ints(&positions)?, lab.poisoned(n * used)?);
+        let scores = lab.room(View::plain(n, experts, experts + 1))?;
+        let weights = lab.room(View::plain(n, used, used + 3))?;
+        let (at, row, b, p, count) = (area.at(0), area.row(), bias_area.at(0), position.at(0), n as i32);
+        let (c, c_row, chosen, w, w_row) = (scores.at(0), scores.row(), ids.at(0), weights.at(0), weights.row());
         let naive = kernel == "route_naive";
         let shared = 4 * (r.experts + r.groups + r.groups_used.max(r.used)) as u32;
         let fast: [&dyn Arg; 8] = [r, &at, &row, &b, &p, &c, &c_row, &chosen];
         let slow: [&dyn Arg; 11] = [r, &at, &row, &b, &p, &count, &c, &c_row, &chosen, &w, &w_row];
         let seen = lab.thrice(&[&scores, &ids, &weights], &|| match naive {
-            true => lab.launch("router", kernel, geometry::threads(n, 1, 1), &slow),
-            false => lab.launch("router", kernel, Launch { shared, ..geometry::per_row(n, 256) }, &fast),
+            true => lab.launch("router", None, kernel, geometry::threads(n, 1, 1), &slow),
+            false => lab.launch("router", None, kernel, Launch { shared, ..geometry::per_row(n, 256) }, &fast),
         })?;
         let what = format!("n = {n}");
-        let found = seen.floats(case, &what, 0, &scores, &to.words());
+        let found = seen.floats(case, &what, 0, &scores, &scores.words());
         case.judge(&format!("{what}, choice scores"), &rows_of(&found, experts), &floor);
-        let words: Vec<usize> = (0..n * used).collect();
-        let own: Vec<i32> = seen.take(case, &what, 1, &ids, &words).into_iter().map(|w| w as i32).collect();
+        let own = seen.ints(case, &what, 1, &ids, &ids.words());
         // What is chosen follows from the kernel's own scores, exactly.
         let expected: Vec<i32> = (0..n)
             .flat_map(|t| match positions[t] {
@@ -120,7 +119,7 @@ fn route(lab: &Lab<'_>, r: &Router, kernel: &'static str, case: &mut Case) -> Re
             .collect();
         case.equal(&format!("{what}, chosen experts"), &own, &expected);
         if naive {
-            let found = rows_of(&seen.floats(case, &what, 2, &weights, &by.words()), used);
+            let found = rows_of(&seen.floats(case, &what, 2, &weights, &weights.words()), used);
             case.judge(&format!("{what}, weights"), &found, &weights_floor(lab, r, &truth, &own));
         } else {
             seen.take(case, "weights are not its own", 2, &weights, &[]);
@@ -130,7 +129,7 @@ fn route(lab: &Lab<'_>, r: &Router, kernel: &'static str, case: &mut Case) -> Re
 }
 
 /// Weights of chosen experts; an id that names none weighs nothing.
-fn weights_floor(lab: &Lab<'_>, r: &Router, logits: &Array2<f64>, ids: &[i32]) -> Floor {
+fn weights_floor(lab: &Lab<'_>, r: &RouterArg, logits: &Array2<f64>, ids: &[i32]) -> Floor {
     let (experts, used) = (r.experts as usize, r.used as usize);
     let known = |id: &i32| usize::try_from(*id).ok().filter(|e| *e < experts).unwrap_or(experts);
     let ids: Vec<Vec<usize>> = ids.chunks(used).map(|row| row.iter().map(known).collect()).collect();
@@ -142,7 +141,7 @@ fn weights_floor(lab: &Lab<'_>, r: &Router, logits: &Array2<f64>, ids: &[i32]) -
     })
 }
 
-fn expert_weights(lab: &Lab<'_>, r: &Router, case: &mut Case) -> Result<(), GpuError> {
+fn expert_weights(lab: &Lab<'_>, r: &RouterArg, case: &mut Case) -> Result<(), GpuError> {
     let (experts, used) = (r.experts as usize, r.used as usize);
     let x = logits(r);
     let mut random = Random::of("weights");
@@ -151,14 +150,12 @@ fn expert_weights(lab: &Lab<'_>, r: &Router, case: &mut Case) -> Result<(), GpuE
     ids[used] = r.experts;
     ids[3 * used..4 * used].fill(experts as i32 / 2); // the NaN
     let floor = weights_floor(lab, r, &rows_of(&x, experts), &ids);
-    let (from, to) = (View::plain(TOKENS, experts, experts + 3), View::plain(TOKENS, used, used + 2));
-    let (area, id_area, y) = (lab.words(from.place(&x))?, lab.ints(&ids)?, lab.poisoned(to.extent())?);
-    let (at, row, chosen, w, w_row) = (area.at(0), from.row as i64, id_area.at(0), y.at(0), to.row as i64);
+    let (area, id_area) = (lab.placed(View::plain(TOKENS, experts, experts + 3), &x)?, lab.ints(&ids)?);
+    let y = lab.room(View::plain(TOKENS, used, used + 2))?;
+    let args: [&dyn Arg; 6] = [r, &area.at(0), &area.row(), &id_area.at(0), &y.at(0), &y.row()];
     let launch = Launch { shared: 4 * r.experts as u32, ..geometry::per_row(TOKENS, 256) };
-    let seen =
-        lab.thrice(&[&y], &|| lab.launch("router", "expert_weights", launch, &[r, &at, &row, &chosen, &w, &w_row]))?;
-    let found = rows_of(&seen.floats(case, "weights", 0, &y, &to.words()), used);
-    case.judge("weights", &found, &floor);
+    let found = lab.values(case, "weights", &y, &|| lab.launch("router", None, "expert_weights", launch, &args))?;
+    case.judge("weights", &rows_of(&found, used), &floor);
     Ok(())
 }
 
@@ -180,18 +177,18 @@ fn group(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             (id_area.at(0), slots as i32, experts as i32, tile as i32, order.at(0), tiles.at(0), most as i32);
         let launch = Launch { grid: (1, 1, 1), block: 1024, shared: 8 * (experts as u32 + 1) };
         let args: [&dyn Arg; 7] = [&at, &n, &e, &size, &to, &cut, &all];
-        let seen = lab.thrice(&[&order, &tiles], &|| lab.launch("router", "group", launch, &args))?;
+        let seen = lab.thrice(&[&order, &tiles], &|| lab.launch("router", None, "group", launch, &args))?;
         let (expected_tiles, expected_order) = sorted(&ids, experts, tile);
         let what = format!("{slots} slots, {experts} experts, tiles of {tile}");
         let words: Vec<usize> = (0..expected_order.len()).collect();
-        let found: Vec<i32> = seen.take(case, &what, 0, &order, &words).into_iter().map(|w| w as i32).collect();
+        let found = seen.ints(case, &what, 0, &order, &words);
         case.equal(&format!("{what}: order"), &found, &expected_order);
         // Behind the last tile only the counts are written.
         let held = 3 * expected_tiles.len();
         let words: Vec<usize> = (0..held).chain((expected_tiles.len()..most).map(|b| 3 * b + 2)).collect();
         let mut expected: Vec<i32> = expected_tiles.into_iter().flatten().collect();
         expected.resize(words.len(), 0);
-        let found: Vec<i32> = seen.take(case, &what, 1, &tiles, &words).into_iter().map(|w| w as i32).collect();
+        let found = seen.ints(case, &what, 1, &tiles, &words);
         case.equal(&format!("{what}: tiles"), &found, &expected);
     }
     Ok(())
@@ -211,22 +208,21 @@ fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuEr
             .enumerate()
             .map(|(i, v)| if none(i / width) { super::lab::POISON } else { v.to_bits() })
             .collect();
-        let (by, to) = (View::plain(n, slots, slots + 2), View::plain(n, width, width + 3));
         let weights = random.values(n * slots);
         let weigh = |i: usize| if none(i) { 0.0 } else { f64::from(weights[i]) };
         let w = Array2::from_shape_fn((n, slots), |(t, j)| weigh(t * slots + j));
         let y = Array3::from_shape_fn((n, slots, width), |(t, j, i)| f64::from(rows[(t * slots + j) * width + i]));
         let floor = Floor::of(Recipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
         let (row_area, id_area) = (lab.words(image)?, lab.ints(&ids)?);
-        let (w_area, out) = (lab.words(by.place(&weights))?, lab.poisoned(to.extent())?);
+        let w_area = lab.placed(View::plain(n, slots, slots + 2), &weights)?;
+        let out = lab.room(View::plain(n, width, width + 3))?;
         let (at, id, count, wide) = (row_area.at(0), id_area.at(0), slots as i32, width as i32);
-        let (w_at, w_row, o, o_row) = (w_area.at(0), by.row as i64, out.at(0), to.row as i64);
+        let (w_at, w_row, o, o_row) = (w_area.at(0), w_area.row(), out.at(0), out.row());
         let launch = Launch { grid: (width.div_ceil(256) as u32, n as u32, 1), block: 256, shared: 0 };
         let args: [&dyn Arg; 9] = [&at, &id, &experts, &count, &wide, &w_at, &w_row, &o, &o_row];
-        let seen = lab.thrice(&[&out], &|| lab.launch("router", "combine_slots", launch, &args))?;
         let what = format!("{n} x {slots} slots x {width}");
-        let found = rows_of(&seen.floats(case, &what, 0, &out, &to.words()), width);
-        case.judge(&what, &found, &floor);
+        let found = lab.values(case, &what, &out, &|| lab.launch("router", None, "combine_slots", launch, &args))?;
+        case.judge(&what, &rows_of(&found, width), &floor);
     }
     Ok(())
 }

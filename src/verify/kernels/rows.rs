@@ -6,13 +6,13 @@ use lockstep_reference::ndarray::{Array2, Array3};
 use lockstep_reference::{Recipe, ops};
 
 use super::case::{Case, Floor, check, rows_of};
-use super::lab::{Lab, POISON, View, bytes_of, words_of};
+use super::lab::{Lab, View, bytes_of};
 use super::random::Random;
-use crate::comm::shared_gpu::MOST_RANKS;
-use crate::device::cuda::Ranks;
 use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::virtual_ranks::MOST_RANKS;
+use crate::device::cuda::{Ranks, Rows};
 use crate::model::Config;
-use crate::verify::Check;
+use crate::report::Check;
 use crate::verify::floor::ulp_f32;
 
 /// Every kernel of rows.cu but `append`, which belongs to the cache.
@@ -41,10 +41,8 @@ fn rope_table(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError
     for (positions, width, base) in [(5000usize, c.rope, c.rope_base), (70_001, 8, 1e6), (3, 2, 10_000.0)] {
         let pairs = width / 2;
         let table = lab.poisoned(positions * width)?;
-        let (at, p, w) = (table.at(0), positions as i32, width as i32);
-        let seen = lab.thrice(&[&table], &|| lab.each("rope_table", positions * pairs, &[&at, &p, &w, &base]))?;
-        let words: Vec<usize> = (0..positions * width).collect();
-        let found = seen.floats(case, "table", 0, &table, &words);
+        let (at, p, w, count) = (table.at(0), positions as i32, width as i32, positions * pairs);
+        let found = lab.values(case, "table", &table, &|| lab.each("rope_table", count, &[&at, &p, &w, &base]))?;
         for (i, pair) in found.chunks_exact(2).enumerate() {
             let (position, i) = ((i / pairs) as f64, (i % pairs) as f64);
             let angle = position * base.powf(-2.0 * i / width as f64);
@@ -82,14 +80,13 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
                     [angle.cos() as f32, angle.sin() as f32]
                 })
                 .collect();
-            let (table, area) = (lab.floats(&table)?, lab.words(view.place(&x))?);
+            let (table, area) = (lab.floats(&table)?, lab.placed(view, &x)?);
             let step = lab.step(&positions[..n], &vec![0; n], &[0], 1, 32)?;
-            let (at, row, start, stride) = (area.at(0), view.row as i64, gap as i32, view.group as i32);
+            let (at, row, start, stride) = (area.at(0), area.row(), gap as i32, view.group as i32);
             let (w, count, angles, rows) = (width as i32, heads as i32, table.at(0), n as i32);
             let args: [&dyn Arg; 9] = [&at, &row, &start, &stride, &w, &count, &angles, &step.tokens, &rows];
-            let seen = lab.thrice(&[&area], &|| lab.each("rope", n * heads * width / 2, &args))?;
             let what = format!("{n} x {heads} heads of {width}");
-            let found = seen.floats(case, &what, 0, &area, &view.words());
+            let found = lab.values(case, &what, &area, &|| lab.each("rope", n * heads * width / 2, &args))?;
             // Padding stays as it is; the rest turns.
             for t in (0..n).filter(|t| positions[*t] < 0) {
                 let own = t * heads * width..(t + 1) * heads * width;
@@ -113,22 +110,22 @@ fn moved(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         x.iter_mut().zip(special()).for_each(|(to, v)| *to = v);
         let y = Random::of("other").values(n * width);
         let (from, to) = (View::plain(n, width, width + 3), View::plain(n, width, width + 1));
-        let (x_area, y_area, z) = (lab.words(from.place(&x))?, lab.words(to.place(&y))?, lab.poisoned(to.extent())?);
-        let (x_at, x_row, y_at, y_row, z_at) = (x_area.at(0), from.row as i64, y_area.at(0), to.row as i64, z.at(0));
+        let (x_area, y_area, z) = (lab.placed(from, &x)?, lab.placed(to, &y)?, lab.room(to)?);
+        let (x_at, x_row, y_at, y_row, z_at) = (x_area.at(0), x_area.row(), y_area.at(0), y_area.row(), z.at(0));
         let (w, count, factor) = (width as i32, n as i32, 0.3f32);
-        let what = format!("{n} x {width}");
-        let seen = lab.thrice(&[&z], &|| lab.each("copy", x.len(), &[&x_at, &x_row, &w, &z_at, &y_row, &count]))?;
-        let found = seen.floats(case, &what, 0, &z, &to.words());
-        case.same(&format!("copy {what}"), &found, &x);
-        let seen = lab.thrice(&[&x_area], &|| lab.each("scale", x.len(), &[&x_at, &x_row, &w, &factor, &count]))?;
-        let found = seen.floats(case, &what, 0, &x_area, &from.words());
-        let expected: Vec<f32> = x.iter().map(|v| v * factor).collect();
-        case.same(&format!("scale {what}"), &found, &expected);
+        let scaled: Vec<f32> = x.iter().map(|v| v * factor).collect();
+        let added: Vec<f32> = x.iter().zip(&y).map(|(a, b)| a + b).collect();
+        let copy: &[&dyn Arg] = &[&x_at, &x_row, &w, &z_at, &y_row, &count];
+        let scale: &[&dyn Arg] = &[&x_at, &x_row, &w, &factor, &count];
         // From where `scale` left x: put back first, as every repeat does.
-        let seen = lab.thrice(&[&x_area], &|| lab.each("add", x.len(), &[&x_at, &x_row, &y_at, &y_row, &w, &count]))?;
-        let found = seen.floats(case, &what, 0, &x_area, &from.words());
-        let expected: Vec<f32> = x.iter().zip(&y).map(|(a, b)| a + b).collect();
-        case.same(&format!("add {what}"), &found, &expected);
+        let add: &[&dyn Arg] = &[&x_at, &x_row, &y_at, &y_row, &w, &count];
+        let what = format!("{n} x {width}");
+        for (kernel, args, out, expected) in
+            [("copy", copy, &z, &x), ("scale", scale, &x_area, &scaled), ("add", add, &x_area, &added)]
+        {
+            let found = lab.values(case, &what, out, &|| lab.each(kernel, x.len(), args))?;
+            case.same(&format!("{kernel} {what}"), &found, expected);
+        }
     }
     Ok(())
 }
@@ -139,13 +136,11 @@ fn widen(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     {
         let view = View { start: 2, rows: n, row: groups * (width + 3) + 4, groups, group: width + 3, width };
         let x = Random::of("widen").values(n * groups * width);
-        let (x_area, y) = (lab.words(view.place(&x))?, lab.poisoned(n * groups * wide)?);
-        let (at, row, group, g, w) = (x_area.at(2), view.row as i64, view.group as i64, groups as i32, width as i32);
+        let (x_area, y) = (lab.placed(view, &x)?, lab.poisoned(n * groups * wide)?);
+        let (Rows { at, row, group }, g, w) = (x_area.rows(), groups as i32, width as i32);
         let (first, to, all, count) = (from as i32, y.at(0), wide as i32, n as i32);
         let args: [&dyn Arg; 9] = [&at, &row, &group, &g, &w, &first, &to, &all, &count];
-        let seen = lab.thrice(&[&y], &|| lab.each("widen", n * groups * wide, &args))?;
-        let words: Vec<usize> = (0..n * groups * wide).collect();
-        let found = seen.floats(case, "widen", 0, &y, &words);
+        let found = lab.values(case, "widen", &y, &|| lab.each("widen", n * groups * wide, &args))?;
         let mut expected = vec![0.0; n * groups * wide];
         for (to, x) in expected.chunks_exact_mut(wide).zip(x.chunks_exact(width)) {
             to[from..from + width].copy_from_slice(x);
@@ -157,15 +152,13 @@ fn widen(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
 
 fn take_rows(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     let (rows, width) = (9usize, 133usize);
-    let (from, wanted) = (View::plain(rows, width, width + 2), [8i32, 0, -1, 3, 3, -1, 7]);
+    let wanted = [8i32, 0, -1, 3, 3, -1, 7];
     let x = Random::of("take").values(rows * width);
-    let to = View::plain(wanted.len(), width, width + 1);
-    let (x_area, ids, y) = (lab.words(from.place(&x))?, lab.ints(&wanted)?, lab.poisoned(to.extent())?);
-    let (at, row, w, list, out, y_row, n) =
-        (x_area.at(0), from.row as i64, width as i32, ids.at(0), y.at(0), to.row as i64, wanted.len() as i32);
-    let args: [&dyn Arg; 7] = [&at, &row, &w, &list, &out, &y_row, &n];
-    let seen = lab.thrice(&[&y], &|| lab.each("take_rows", wanted.len() * width, &args))?;
-    let found = seen.floats(case, "rows", 0, &y, &to.words());
+    let (x_area, ids) = (lab.placed(View::plain(rows, width, width + 2), &x)?, lab.ints(&wanted)?);
+    let y = lab.room(View::plain(wanted.len(), width, width + 1))?;
+    let (at, row, w, list, out) = (x_area.at(0), x_area.row(), width as i32, ids.at(0), y.at(0));
+    let args: [&dyn Arg; 7] = [&at, &row, &w, &list, &out, &y.row(), &(wanted.len() as i32)];
+    let found = lab.values(case, "rows", &y, &|| lab.each("take_rows", wanted.len() * width, &args))?;
     let expected: Vec<f32> = wanted
         .iter()
         .flat_map(|r| usize::try_from(*r).map_or(vec![0.0; width], |r| x[r * width..(r + 1) * width].to_vec()))
@@ -199,14 +192,12 @@ fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
                 a.round(a.round(g * ops::sigmoid(a, g)) * u)
             })
         });
-        let to = View::plain(n, groups * width, groups * width + 3);
-        let (area, y) = (lab.words(view.place(&x))?, lab.poisoned(to.extent())?);
-        let (at, row, group, g, w) = (area.at(0), view.row as i64, view.group as i64, groups as i32, width as i32);
-        let (out, y_row, count) = (y.at(0), to.row as i64, n as i32);
-        let args: [&dyn Arg; 8] = [&at, &row, &group, &g, &w, &out, &y_row, &count];
-        let seen = lab.thrice(&[&y], &|| lab.each("swiglu", n * groups * width, &args))?;
+        let (area, y) = (lab.placed(view, &x)?, lab.room(View::plain(n, groups * width, groups * width + 3))?);
+        let (Rows { at, row, group }, g, w) = (area.rows(), groups as i32, width as i32);
+        let args: [&dyn Arg; 8] = [&at, &row, &group, &g, &w, &y.at(0), &y.row(), &(n as i32)];
         let what = format!("{n} x {groups} x {width}");
-        let found = rows_of(&seen.floats(case, &what, 0, &y, &to.words()), width);
+        let found = lab.values(case, &what, &y, &|| lab.each("swiglu", n * groups * width, &args))?;
+        let found = rows_of(&found, width);
         case.judge(&what, &found, &floor);
         // Each value by itself, too: a large one must not hide a small one. exp, sum, quotient and product cost a few ulp;
         // where exp overflows, the gate is taken as shut, which loses less than its size times the smallest number.
@@ -222,7 +213,7 @@ fn sum_ranks(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (tp, n, width) in [(1usize, 3usize, 37usize), (2, 9, 64), (8, 1, 3000), (MOST_RANKS, 2, 33)] {
         let view = View::plain(n, width, width + 3);
         let values: Vec<Vec<f32>> = (0..tp).map(|r| Random::of(&format!("rank {r}")).values(n * width)).collect();
-        let areas = values.iter().map(|v| lab.words(view.place(v))).collect::<Result<Vec<_>, _>>()?;
+        let areas = values.iter().map(|v| lab.placed(view, v)).collect::<Result<Vec<_>, _>>()?;
         let mut ranks = Ranks { at: [0; MOST_RANKS] };
         ranks.at.iter_mut().zip(&areas).for_each(|(to, area)| *to = area.at(0));
         let (count, row, w, rows) = (tp as i32, view.row as i64, width as i32, n as i32);
@@ -240,11 +231,9 @@ fn sum_ranks(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
 fn fill(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     // The last count is more than one value per thread of the largest grid.
     for count in [1usize, 255, 257, 4096 * 256 + 3] {
-        let area = lab.poisoned(count + 5)?;
+        let area = lab.room(View { start: 2, ..View::plain(1, count, count + 3) })?;
         let (at, n, value) = (area.at(2), count as i64, -1.5f32);
-        let seen = lab.thrice(&[&area], &|| lab.each("fill", count, &[&at, &n, &value]))?;
-        let words: Vec<usize> = (2..count + 2).collect();
-        let found = seen.floats(case, "fill", 0, &area, &words);
+        let found = lab.values(case, "fill", &area, &|| lab.each("fill", count, &[&at, &n, &value]))?;
         case.same(&format!("{count} values"), &found, &vec![-1.5; count]);
     }
     Ok(())
@@ -258,9 +247,8 @@ fn count_nonfinite(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
             x[place] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][i % 3];
         }
         // Poison, which is no number, lies between the rows.
-        let view = View::plain(n, width, width + 3);
-        let (area, found) = (lab.words(view.place(&x))?, lab.ints(&[7])?);
-        let (at, row, w, rows, to) = (area.at(0), view.row as i64, width as i32, n as i32, found.at(0));
+        let (area, found) = (lab.placed(View::plain(n, width, width + 3), &x)?, lab.ints(&[7])?);
+        let (at, row, w, rows, to) = (area.at(0), area.row(), width as i32, n as i32, found.at(0));
         let seen = lab.thrice(&[&found], &|| lab.each("count_nonfinite", n * width, &[&at, &row, &w, &rows, &to]))?;
         let count = seen.take(case, "count", 0, &found, &[0]);
         case.equal(&format!("{n} x {width}"), &count, &[7 + wrong as u32]);
@@ -286,11 +274,9 @@ fn halves(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     let expected_wide: Vec<f32> = expected.iter().map(|h| h.to_f32()).collect();
     case.same("to_bf16", &found, &expected_wide);
     let bytes: Vec<u8> = expected.iter().flat_map(|h| h.to_le_bytes()).collect();
-    let (halves, back) = (lab.words(words_of(&bytes))?, lab.words(vec![POISON; x.len()])?);
+    let (halves, back) = (lab.bytes(&bytes)?, lab.poisoned(x.len())?);
     let (at, out) = (halves.at(0), back.at(0));
-    let seen = lab.thrice(&[&back], &|| lab.each("from_bf16", x.len(), &[&at, &out, &n]))?;
-    let words: Vec<usize> = (0..x.len()).collect();
-    let found = seen.floats(case, "f32", 0, &back, &words);
+    let found = lab.values(case, "f32", &back, &|| lab.each("from_bf16", x.len(), &[&at, &out, &n]))?;
     case.same("from_bf16", &found, &expected_wide);
     Ok(())
 }

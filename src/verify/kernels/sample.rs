@@ -5,9 +5,9 @@ use lockstep_kernels::geometry::{self, Launch};
 use super::case::{Case, check};
 use super::lab::{Lab, View};
 use super::random::Random;
+use crate::device::Draw;
 use crate::device::cuda::gpu::{Arg, GpuError};
-use crate::engine::sampler::Draw;
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Both kernels.
 pub fn run(lab: &Lab<'_>, out: &mut Vec<Check>) {
@@ -34,18 +34,17 @@ fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
             seed: [0, 1, u64::MAX, 0x0123_4567_89ab_cdef][i % 4],
         };
         let positions: Vec<i32> = (0..n as i32).map(|i| [0, 1, 77, 131_071, i32::MAX - 1][i as usize % 5]).collect();
-        let view = View::plain(n, width, width + 3);
         let first = 64i32;
-        let (area, out) = (lab.words(view.place(&x))?, lab.poisoned(2 * n)?);
+        let (area, out) = (lab.placed(View::plain(n, width, width + 3), &x)?, lab.poisoned(2 * n)?);
         let temperatures = lab.words((0..n).map(|i| draw(i).temperature.to_bits()).collect())?;
         let seeds = lab.words((0..n).flat_map(|i| [draw(i).seed as u32, (draw(i).seed >> 32) as u32]).collect())?;
         let position = lab.ints(&positions)?;
-        let (at, stride, w, to) = (area.at(0), view.row as i64, width as i32, out.at(0));
+        let (at, stride, w, to) = (area.at(0), area.row(), width as i32, out.at(0));
         let (t, s, p) = (temperatures.at(0), seeds.at(0), position.at(0));
         let args: [&dyn Arg; 8] = [&at, &stride, &w, &first, &t, &s, &p, &to];
-        let seen = lab.thrice(&[&out], &|| lab.launch("sample", "best_token", geometry::per_row(n, block), &args))?;
-        let words: Vec<usize> = (0..2 * n).collect();
-        let found = seen.take(case, "pairs", 0, &out, &words);
+        let launch = geometry::per_row(n, block);
+        let seen = lab.thrice(&[&out], &|| lab.launch("sample", None, "best_token", launch, &args))?;
+        let found = seen.take(case, "pairs", 0, &out, &out.words());
         for (i, pair) in found.chunks_exact(2).enumerate() {
             let at = positions[i] as u32;
             let tokens = x[row(i)].iter().enumerate().map(|(j, logit)| (first as u32 + j as u32, *logit));
@@ -86,7 +85,7 @@ fn advance(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let args: [&dyn Arg; 9] = [&p, &r, &stride, &rows, &id, &at, &to, &places, &steps];
         let launch = Launch { grid: (1, 1, 1), block: 32, shared: 0 };
         let outs = [&ids, &position, &tokens, &count];
-        let seen = lab.thrice(&outs, &|| lab.launch("sample", "advance", launch, &args))?;
+        let seen = lab.thrice(&outs, &|| lab.launch("sample", None, "advance", launch, &args))?;
         let (mut new_ids, mut new_positions, mut chosen) = (vec![3i32; n], positions.clone(), vec![-1i32; n]);
         for t in (0..n).filter(|t| positions[*t] >= 0) {
             let mut top = (0.0, -1);
@@ -100,14 +99,15 @@ fn advance(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
             new_positions[t] += 1;
             chosen[t] = top.1.max(0);
         }
-        let all: Vec<usize> = (0..n).collect();
         let place = step as usize % ring * n;
         let slots: Vec<usize> = (place..place + n).collect();
         let what = format!("{ranks} ranks, {n} rows");
-        for (index, area, words, expected) in
-            [(0, &ids, &all, &new_ids), (1, &position, &all, &new_positions), (2, &tokens, &slots, &chosen)]
-        {
-            let found: Vec<i32> = seen.take(case, &what, index, area, words).into_iter().map(|w| w as i32).collect();
+        for (index, area, words, expected) in [
+            (0, &ids, ids.words(), &new_ids),
+            (1, &position, position.words(), &new_positions),
+            (2, &tokens, slots, &chosen),
+        ] {
+            let found = seen.ints(case, &what, index, area, &words);
             case.equal(&format!("{what}, {}", ["ids", "positions", "tokens"][index]), &found, expected);
         }
         let found = seen.take(case, &what, 3, &count, &[0]);

@@ -2,17 +2,17 @@
 //! hostile: none, behind the last expert, the same one many times.
 
 use lockstep_kernels::geometry::{self, Launch, TILE};
-use lockstep_reference::ndarray::{Array2, Axis, s};
+use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::{Arith, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Area, Lab, View};
-use super::products::{Floors, Shape, sampled};
+use super::lab::{Lab, View};
+use super::products::{Floors, Shape};
 use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
 use crate::device::cuda::gpu::{Arg, GpuError};
-use crate::verify::Check;
+use crate::report::Check;
 
 /// Slots of a token.
 const SLOTS: usize = 5;
@@ -59,7 +59,6 @@ struct Bench<'a> {
     w: Stored,
     ids: Vec<i32>,
     x: Vec<f32>,
-    judged: Vec<usize>,
     floors: Floors,
 }
 
@@ -73,7 +72,7 @@ pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
         let bench = Bench::new(lab, shape)?;
         for recipe in [0, 1] {
             let all = bench.launch(case, "slots_naive", TOKENS, recipe, &bench.x)?;
-            bench.judge(case, TOKENS, recipe, &all);
+            bench.floors.judge(case, TOKENS, recipe, &all);
             naive.push(all);
         }
         made = Some(bench);
@@ -85,10 +84,8 @@ pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
                 for n in counts {
                     for recipe in [0, 1] {
                         let all = bench.launch(case, kernel, *n, recipe, &bench.x)?;
-                        bench.judge(case, *n, recipe, &all);
-                        let twin = naive[recipe as usize].slice(s![..n * SLOTS, ..]).to_owned();
-                        let twin = bench.floors.narrow(recipe).around(twin);
-                        case.judge(&format!("n = {n} against the naive kernel"), &all, &twin);
+                        bench.floors.judge(case, *n, recipe, &all);
+                        bench.floors.judge_twins(case, *n, recipe, &all, &naive[recipe as usize]);
                     }
                 }
                 bench.planted(case, kernel, counts[counts.len() - 1])
@@ -106,12 +103,12 @@ impl<'a> Bench<'a> {
         let x = Random::of(&format!("x {name}")).values(TOKENS * SLOTS * shape.cols);
         let judged = w.sampled(JUDGED);
         let values: Vec<Array2<f32>> = (0..shape.stack).map(|e| w.values(e, &judged)).collect();
-        let floors = Floors::new(lab.tp, &rows_of(&x, shape.cols), &|a, x| {
+        let floors = Floors::new(lab.tp, &rows_of(&x, shape.cols), &judged, &|a, x| {
             by_expert(&ids, shape.stack, judged.len(), &|e, slots| {
                 a.weigh(x.select(Axis(0), slots).view(), values[e].view())
             })
         });
-        Ok(Bench { lab, shape, w, ids, x, judged, floors })
+        Ok(Bench { lab, shape, w, ids, x, floors })
     }
 
     /// All values of `[n][slots][rows]`, a row per slot; rows that the kernel leaves out are zeros here.
@@ -126,9 +123,8 @@ impl<'a> Bench<'a> {
         let Shape { ty, stack, rows, cols, odd, .. } = *self.shape;
         let (lab, slots) = (self.lab, SLOTS as i32);
         let (from, to) = (lay(n, SLOTS, cols, odd), lay(n, SLOTS, rows, odd));
-        let area = lab.words(from.place(&x[..n * SLOTS * cols]))?;
-        let y = lab.poisoned(to.extent())?;
-        let (xs, ys) = (rows_at(&area, &from), rows_at(&y, &to));
+        let (area, y) = (lab.placed(from, &x[..n * SLOTS * cols])?, lab.room(to)?);
+        let (xs, ys) = (area.rows(), y.rows());
         let (matrix, experts, ids) = (self.w.matrix(), stack as i32, &self.ids[..n * SLOTS]);
         let what = format!("n = {n}, recipe {recipe}");
         let (tiles, order) = sorted(ids, stack, TILE);
@@ -148,7 +144,7 @@ impl<'a> Bench<'a> {
             "slots_naive" => (geometry::threads(rows, ids.len(), 1), &single),
             _ => (geometry::gemv(rows, ids.len()), &single),
         };
-        let seen = lab.thrice(&[&y], &|| lab.typed("matmul", ty, kernel, launch, args))?;
+        let seen = lab.thrice(&[&y], &|| lab.launch("matmul", Some(ty), kernel, launch, args))?;
         // Sorted slots without an expert are left out: their places keep what they had.
         let all = to.words();
         let wanted = |s: usize| kernel != "gemm_slots" || expert(ids[s], stack).is_some();
@@ -167,10 +163,6 @@ impl<'a> Bench<'a> {
             }
         }
         Ok(rows_of(&values, rows))
-    }
-
-    fn judge(&self, case: &mut Case, n: usize, recipe: i32, all: &Array2<f64>) {
-        self.floors.judge(case, &format!("n = {n}"), recipe, &sampled(all, &self.judged));
     }
 
     /// A NaN in the x of a slot with an expert and one in a slot without: only the former's output is lost.
@@ -199,10 +191,6 @@ impl<'a> Bench<'a> {
 fn lay(n: usize, groups: usize, width: usize, odd: bool) -> View {
     let group = if odd { width + 3 } else { width.next_multiple_of(4) + 4 };
     View { start: 0, rows: n, row: groups * group + if odd { 2 } else { 8 }, groups, group, width }
-}
-
-fn rows_at(area: &Area, view: &View) -> Rows {
-    Rows { at: area.at(view.start), row: view.row as i64, group: view.group as i64 }
 }
 
 /// The slot that a word belongs to.
@@ -243,21 +231,20 @@ fn gate_up(lab: &Lab<'_>, shape: &Shape, case: &mut Case) -> Result<(), GpuError
             ops::swiglu(a, &x.select(Axis(0), &tokens), &gates[e], &ups[e])
         })
     };
-    let floors = Floors::new(lab.tp, &rows_of(&x, cols), &op);
+    let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
     for n in [1, 2, MOST] {
         for recipe in [0i32, 1] {
-            let (from, to) = (lay(n, 1, cols, odd), lay(n, SLOTS, rows, odd));
-            let (area, y) = (lab.words(from.place(&x[..n * cols]))?, lab.poisoned(to.extent())?);
-            let (xs, ys) = (Rows { group: 0, ..rows_at(&area, &from) }, rows_at(&y, &to));
-            let id_area = lab.ints(&ids[..n * SLOTS])?;
+            let area = lab.placed(lay(n, 1, cols, odd), &x[..n * cols])?;
+            let (y, id_area) = (lab.room(lay(n, SLOTS, rows, odd))?, lab.ints(&ids[..n * SLOTS])?);
+            let (xs, ys) = (Rows { group: 0, ..area.rows() }, y.rows());
             let (g, u, experts, slots, ids_at) =
                 (gate.matrix(), up.matrix(), stack as i32, SLOTS as i32, id_area.at(0));
             let args: [&dyn Arg; 8] = [&g, &u, &experts, &ids_at, &slots, &xs, &ys, &recipe];
             let launch = geometry::gemv(rows, n * SLOTS);
-            let seen = lab.thrice(&[&y], &|| lab.typed("matmul", ty, "gemv_gate_up", launch, &args))?;
             let what = format!("n = {n}, recipe {recipe}");
-            let all = rows_of(&seen.floats(case, &what, 0, &y, &to.words()), rows);
-            floors.judge(case, &format!("n = {n}"), recipe, &sampled(&all, &judged));
+            let go = || lab.launch("matmul", Some(ty), "gemv_gate_up", launch, &args);
+            let all = rows_of(&lab.values(case, &what, &y, &go)?, rows);
+            floors.judge(case, n, recipe, &all);
             let mut slots = all.rows().into_iter().zip(&ids);
             let idle = slots.find(|(y, id)| expert(**id, stack).is_none() && y.iter().any(|v| *v != 0.0));
             case.holds(idle.is_none(), || format!("{what}: a slot without an expert is not zero"));

@@ -9,10 +9,8 @@ use super::lab::{Area, Lab};
 use super::random::Random;
 use crate::device::cuda::Matrix;
 use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::memory::PLANE_ROOM;
 use crate::quant::{QuantType, dequantise};
-
-/// Room for the planes of any type beyond the bytes of its blocks: each starts at a multiple of 16.
-pub const PLANE_ROOM: usize = 8 * 16;
 
 /// Where a block holds what gives its values their size.
 enum Scale {
@@ -106,7 +104,7 @@ impl Stored {
         let stored = Stored { ty, stack, rows, cols, bytes, planes };
         let (from, to, first, n) = (file.at(0), stored.planes.at(0), 0i64, stored.bytes.len() as i64);
         let blocks = stored.blocks();
-        lab.typed("pack", ty, "repack", geometry::each(stored.bytes.len()), &[&from, &to, &first, &n, &blocks])?;
+        lab.launch("pack", Some(ty), "repack", geometry::each(stored.bytes.len()), &[&from, &to, &first, &n, &blocks])?;
         lab.gpu.synchronise(&|| format!("repack<{ty}>"))?;
         Ok(stored)
     }

@@ -11,13 +11,13 @@ use ndarray::{Array2, ArrayView1};
 use rayon::prelude::*;
 
 use super::expected::{Oracle, is_expert_stack};
+use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;
-use crate::checkpoint::{Binding, Checkpoint};
 use crate::model::{Config, Kind, Param, params};
 use crate::quant::QuantType;
+use crate::report::{Check, Progress, StageReport, Verdict};
 use crate::verify::pairing::reference_of;
-use crate::verify::verdict::{Check, StageReport, Verdict};
-use crate::verify::{Progress, Subject, VerifyError};
+use crate::verify::{Subject, VerifyError};
 
 /// How much more than on Gaussian weights a type may cost. Trained rows have heavier tails, so that fewer of the codes
 /// carry most values, and files made with an importance matrix trade plain error for weighted error. The most that the
@@ -94,15 +94,13 @@ pub(super) fn compare(
         let name = reference_of(p.kind);
         shape(&target.config, name) == shape(&baseline.config, name) && target.config.experts == baseline.config.experts
     };
-    let misfit: Vec<String> = all.iter().filter(|p| !fits(p)).map(Param::to_string).collect();
+    let misfit: Vec<&Param> = all.iter().filter(|p| !fits(p)).collect();
     if let Some(first) = misfit.first() {
-        let shapes = (shape(&target.config, kind_of(&all, first)), shape(&baseline.config, kind_of(&all, first)));
+        let [here, there] = [target, &baseline].map(|model| shape(&model.config, reference_of(first.kind)));
         let detail = format!(
-            "DIFFERENT_MODEL: {} of {} parameters have other shapes, {first} first: {:?} here, {:?} in the baseline",
+            "DIFFERENT_MODEL: {} of {} parameters have other shapes, {first} first: {here:?} here, {there:?} in the baseline",
             misfit.len(),
-            all.len(),
-            shapes.0,
-            shapes.1
+            all.len()
         );
         let check = Check::exact("baseline", false, detail);
         return Ok(StageReport::new("weights", "another model", vec![check]));
@@ -141,11 +139,6 @@ pub(super) fn compare(
     Ok(StageReport { made: compared.len(), ..StageReport::new("weights", summary, checks) })
 }
 
-fn kind_of(all: &[Param], name: &str) -> lockstep_reference::Param {
-    let kind = all.iter().find(|p| p.to_string() == name).map_or(Kind::TokenEmbd, |p| p.kind);
-    reference_of(kind)
-}
-
 /// Parameters that only one of the checkpoints holds, or in a type that cannot be read: those of the trunk were to be
 /// compared, the MTP block may be missing.
 fn not_compared(c: &Config, left_out: &[Param]) -> impl Iterator<Item = Check> {
@@ -162,11 +155,7 @@ fn not_compared(c: &Config, left_out: &[Param]) -> impl Iterator<Item = Check> {
 
 /// The type in the file, also of parameters that are derived on load.
 fn file_type(checkpoint: &Checkpoint, param: Param) -> Option<QuantType> {
-    let name = match checkpoint.binding(param)? {
-        Binding::Whole(name) | Binding::KvB(name) => name,
-        Binding::PerExpert(names) => names.first()?,
-    };
-    checkpoint.source().tensor(name)?.ty.quant
+    checkpoint.source().tensor(checkpoint.binding(param)?.names().first()?)?.ty.quant
 }
 
 /// Matrix `index` of a parameter as plain values: vectors as one row.

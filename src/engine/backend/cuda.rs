@@ -5,21 +5,25 @@ use std::time::Duration;
 
 use lockstep_kernels::geometry::{MOST_LATENT, MOST_ROPE};
 
-use super::cubin::Cubins;
-use super::gpu::{Gpu, GpuError, count};
-use super::group::Group;
-use super::profile::Profile;
-use super::{CudaDevice, LOADING};
-use crate::comm::nccl::Nccl;
-use crate::comm::shared_gpu::{MOST_RANKS, SharedGpu};
-use crate::device::DeviceError;
-use crate::device::recipe::Recipe;
-use crate::engine::backend::Ranks;
-use crate::engine::{Backend, EngineError, Options};
+use super::{Backend, Ranks};
+use crate::device::cuda::cubin::Cubins;
+use crate::device::cuda::gpu::{Gpu, GpuError, count};
+use crate::device::cuda::group::Group;
+use crate::device::cuda::nccl::Nccl;
+use crate::device::cuda::profile::Profile;
+use crate::device::cuda::virtual_ranks::{MOST_RANKS, VirtualRanks};
+use crate::device::cuda::{CudaDevice, Meet};
+use crate::device::{Device, DeviceError, Recipe};
+use crate::engine::EngineError;
 use crate::model::Config;
 
 /// How long a rank waits for the others before it names the absent one.
 const MEETING_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Devices that cannot be made, for a reason that concerns a rank.
+fn failed(rank: usize, problem: impl ToString) -> EngineError {
+    EngineError::Device(DeviceError::Failed { rank, place: None, problem: problem.to_string() })
+}
 
 /// GPUs.
 #[derive(Clone)]
@@ -69,44 +73,41 @@ impl CudaBackend {
     /// # Errors
     /// GPUs that are not there, or whose number does not fit.
     pub fn groups(&self, tp: usize) -> Result<Vec<Arc<Group>>, EngineError> {
-        let error = |problem: String| EngineError::Device(DeviceError { rank: 0, place: LOADING, problem });
-        let gpus = self.gpus(tp).map_err(|e| error(e.to_string()))?;
+        let gpus = self.gpus(tp).map_err(|e| failed(0, e))?;
         if gpus.len() != 1 && gpus.len() != tp {
-            return Err(error(format!("{tp} ranks need {tp} GPUs, or one for all of them; found {}", gpus.len())));
+            return Err(failed(0, format!("{tp} ranks need {tp} GPUs, or one for all of them; found {}", gpus.len())));
         }
         if gpus.len() == 1 && tp > MOST_RANKS {
-            return Err(error(format!("at most {MOST_RANKS} virtual ranks share a GPU, found {tp}")));
+            return Err(failed(0, format!("at most {MOST_RANKS} virtual ranks share a GPU, found {tp}")));
         }
-        let open = |ordinal: &usize| Gpu::open(*ordinal, self.cubins.clone()).map_err(|e| error(e.to_string()));
+        let open = |ordinal: &usize| Gpu::open(*ordinal, self.cubins.clone()).map_err(|e| failed(0, e));
         let each = if gpus.len() == 1 { tp } else { 1 };
         gpus.iter().map(|ordinal| Ok(Group::new(open(ordinal)?, each, MEETING_TIMEOUT))).collect()
     }
 }
 
 impl Backend for CudaBackend {
-    type Device = CudaDevice;
-
-    fn devices(&self, tp: usize, _: &Options, config: &Config) -> Result<Ranks<CudaDevice>, EngineError> {
+    fn ranks(&self, tp: usize, config: &Config) -> Result<Ranks, EngineError> {
         if config.kv_lora > MOST_LATENT || config.rope > MOST_ROPE {
             let found = format!("{} and {}", config.kv_lora, config.rope);
-            let problem = format!(
-                "attention on GPUs holds latents of {MOST_LATENT} and rope parts of {MOST_ROPE}, found {found}"
-            );
-            return Err(EngineError::Device(DeviceError { rank: 0, place: LOADING, problem }));
+            let most = format!("latents of {MOST_LATENT} and rope parts of {MOST_ROPE}");
+            return Err(failed(0, format!("attention on GPUs holds {most}, found {found}")));
         }
         let groups = self.groups(tp)?;
         *self.made.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&groups[0]);
-        let device = |rank: usize| {
-            let group = groups[rank % groups.len()].clone();
-            CudaDevice::new(rank, group, self.recipe, self.profile(rank))
-                .map_err(|e| EngineError::Device(DeviceError { rank, place: LOADING, problem: e.to_string() }))
+        let meet: Arc<dyn Meet> = match &groups[..] {
+            [all] => Arc::new(VirtualRanks(all.clone())),
+            each => Arc::new(
+                Nccl::new(each.iter().map(|g| g.gpu().clone()).collect(), MEETING_TIMEOUT)
+                    .map_err(DeviceError::Comm)?,
+            ),
         };
-        let devices = (0..tp).map(device).collect::<Result<Vec<_>, _>>()?;
-        if groups.len() == 1 {
-            return Ok((devices, Arc::new(SharedGpu(groups[0].clone()))));
-        }
-        let gpus: Vec<Arc<Gpu>> = groups.iter().map(|g| g.gpu().clone()).collect();
-        Ok((devices, Arc::new(Nccl::new(gpus, MEETING_TIMEOUT)?)))
+        let device = |rank: usize| -> Result<Box<dyn Device>, EngineError> {
+            let group = groups[rank % groups.len()].clone();
+            let made = CudaDevice::new(rank, group, meet.clone(), self.profile(rank));
+            Ok(Box::new(made.map_err(|e| failed(rank, e))?))
+        };
+        Ok(Ranks { devices: (0..tp).map(device).collect::<Result<_, _>>()?, comm: meet, recipe: self.recipe })
     }
 
     fn recipe(&self) -> Recipe {

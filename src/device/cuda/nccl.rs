@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use cudarc::nccl::{result, sys};
 
-use super::meeting::Meeting;
-use super::{Collective, CommError};
-use crate::device::Device;
-use crate::device::cuda::CudaDevice;
-use crate::device::cuda::gpu::{Gpu, GpuError};
-use crate::device::cuda::libraries::why;
-use crate::engine::EngineError;
+use super::gpu::{Gpu, GpuError};
+use super::libraries::why;
+use super::{CudaDevice, Meet};
+use crate::comm::meeting::Meeting;
+use crate::comm::{Collective, CommError};
+use crate::device::View;
 use crate::model::Place;
 
 /// NCCL's communicators, one per rank.
@@ -80,9 +79,8 @@ impl Nccl {
     ///
     /// # Errors
     /// No NCCL, or one that refuses.
-    pub fn new(gpus: Vec<Arc<Gpu>>, timeout: Duration) -> Result<Self, EngineError> {
-        let failed =
-            |reason: String| EngineError::Comm(CommError::Device { rank: 0, site: "joining NCCL".into(), reason });
+    pub fn new(gpus: Vec<Arc<Gpu>>, timeout: Duration) -> Result<Self, CommError> {
+        let failed = |reason: String| CommError::Device { rank: 0, site: "joining NCCL".into(), reason };
         if version().is_none() {
             let advice = "install NCCL, or link libnccl.so.2 to that name in a folder on LD_LIBRARY_PATH";
             return Err(failed(format!("{}: {advice}", why("libnccl.so"))));
@@ -128,34 +126,24 @@ impl Nccl {
     }
 }
 
-impl Collective<CudaDevice> for Nccl {
-    fn tp(&self) -> usize {
-        self.gpus.len()
+impl Meet for Nccl {
+    fn all_reduce(&self, device: &CudaDevice, at: Place, x: View, n: usize) -> Result<(), CommError> {
+        let rank = device.rank;
+        self.meeting.wait(rank, at, || Ok(()))?;
+        let rows = device.rows(x);
+        debug_assert!(x.start == 0 && x.len() as i64 <= rows.row);
+        let count = n * rows.row as usize;
+        let summed = device.time(4 * count, || self.sum(rank, &|| at.to_string(), rows.at, count));
+        summed.map_err(|e| CommError::Device { rank, site: at.to_string(), reason: e.to_string() })?
     }
 
-    fn all_reduce(
-        &self,
-        rank: usize,
-        site: Place,
-        device: &CudaDevice,
-        buf: &mut <CudaDevice as Device>::Buf,
-        n: usize,
-        width: usize,
-    ) -> Result<(), CommError> {
-        self.meeting.wait(rank, site, || Ok(()))?;
-        let (address, row) = device.place(buf);
-        debug_assert!(width as i64 <= row);
-        let count = n * row as usize;
-        let summed = device.meet(4 * count, || self.sum(rank, &|| site.to_string(), address, count));
-        summed.map_err(|e| CommError::Device { rank, site: site.to_string(), reason: e.to_string() })?
-    }
-
-    fn share_best(&self, rank: usize, site: Place, device: &CudaDevice, _: usize) -> Result<(), CommError> {
-        self.meeting.wait(rank, site, || Ok(()))?;
-        let site = || site.to_string();
+    fn share(&self, device: &CudaDevice, at: Place) -> Result<(), CommError> {
+        let rank = device.rank;
+        self.meeting.wait(rank, at, || Ok(()))?;
+        let site = || at.to_string();
         let comm = self.own(rank, &site)?;
         let failed = |reason: String| CommError::Device { rank, site: site(), reason };
-        let (pairs, each) = device.best_pairs().map_err(|e| failed(e.to_string()))?;
+        let (pairs, each) = device.choices().map_err(|e| failed(e.to_string()))?;
         let own = (pairs + (rank * each) as u64) as *const std::ffi::c_void;
         let stream = self.gpus[rank].stream().cu_stream().cast();
         // SAFETY: the buffer holds `each` bytes per rank on the communicator's GPU, this rank's at its own place.
@@ -164,6 +152,12 @@ impl Collective<CudaDevice> for Nccl {
             result::all_gather(own, to, each, bytes, lock(&comm).0, stream)
         };
         done.map(|_| ()).map_err(|e| failed(describe(&e)))
+    }
+}
+
+impl Collective for Nccl {
+    fn tp(&self) -> usize {
+        self.gpus.len()
     }
 
     fn abort(&self, reason: &str) {

@@ -6,16 +6,12 @@ use lockstep_reference::ndarray::{Array2, s};
 use lockstep_reference::slice::Placement;
 use lockstep_reference::{Param, RefError};
 
-use super::decorate::Decorations;
-use super::{Fault, group_of, group_site};
-use crate::checkpoint::Checkpoint;
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked, value_of};
+use crate::faults::Site;
+use crate::faults::shard_order::FAULT;
 use crate::model::Point;
 use crate::shard::Group;
 use crate::verify::altered::{Key, Value};
-
-/// See the module.
-pub struct ShardOrder;
 
 /// Parts of a fused group as the reference knows them.
 fn parts(op: &OpContext<'_>) -> Option<(Group, Vec<Param>)> {
@@ -33,64 +29,36 @@ fn parts(op: &OpContext<'_>) -> Option<(Group, Vec<Param>)> {
     })
 }
 
-impl Fault for ShardOrder {
-    fn kind(&self) -> &'static str {
-        "SHARD_ORDER"
+pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
+    let Some(layer) = op.place.layer() else { return Vec::new() };
+    let mut groups: Vec<(Group, Vec<Param>)> = parts(op).into_iter().collect();
+    if op.place.point == Point::Hidden && op.config.is_moe(layer) {
+        groups.push((Group::GateUpExps, vec![Param::GateExps, Param::UpExps]));
+        groups.push((Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]));
     }
-
-    fn about(&self) -> &'static str {
-        "the first two parts of a fused parameter joined in swapped order"
-    }
-
-    fn sites(&self, checkpoint: &Checkpoint, _: usize) -> Vec<String> {
-        let c = checkpoint.config();
-        let all = (0..c.layers).flat_map(|l| Group::of_layer(c, l).into_iter().map(move |g| (g, l)));
-        all.filter(|(g, l)| g.parts(c, *l).len() > 1).map(|(g, l)| group_site(g, l)).collect()
-    }
-
-    fn inject(&self, checkpoint: &Checkpoint, site: &str, rank: Option<usize>, into: &mut Decorations) {
-        let c = checkpoint.config();
-        if let Some((group, layer)) = group_of(c, site) {
-            let mut order: Vec<usize> = (0..group.parts(c, layer).len()).collect();
-            order.swap(0, 1);
-            into.orders.push((rank, group, layer, order));
+    let mut all = Vec::new();
+    for (group, canonical) in groups {
+        for order in permutations(canonical.len()) {
+            let found: Vec<&str> = order.iter().map(|i| name(canonical[*i])).collect();
+            let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
+            let (parts, scope) = (canonical.clone(), op.ranks.clone());
+            let change = move |rank: usize, key: Key| match parts.iter().position(|p| *p == key.1) {
+                Some(at) if key.0 == op.place.layer() => misjoined(op, &parts, &order, at, rank, &scope, key).map(Some),
+                _ => Ok(None),
+            };
+            all.push(Hypothesis {
+                kind: FAULT.kind,
+                site: Site::Group(group, layer).to_string(),
+                statement: format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", ")),
+                overturn: "load the parts unfused: if the operation still diverges, their order is not at fault".into(),
+                ranks: op.ranks.clone(),
+                also: siblings(group),
+                reads: None,
+                alter: Alter::Weights(Box::new(change)),
+            });
         }
     }
-
-    fn hypotheses<'a>(&self, op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-        let Some(layer) = op.place.layer() else { return Vec::new() };
-        let mut groups: Vec<(Group, Vec<Param>)> = parts(op).into_iter().collect();
-        if op.place.point == Point::Hidden && op.config.is_moe(layer) {
-            groups.push((Group::GateUpExps, vec![Param::GateExps, Param::UpExps]));
-            groups.push((Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]));
-        }
-        let mut all = Vec::new();
-        for (group, canonical) in groups {
-            for order in permutations(canonical.len()) {
-                let found: Vec<&str> = order.iter().map(|i| name(canonical[*i])).collect();
-                let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
-                let (parts, scope) = (canonical.clone(), op.ranks.clone());
-                let change = move |rank: usize, key: Key| match parts.iter().position(|p| *p == key.1) {
-                    Some(at) if key.0 == op.place.layer() => {
-                        misjoined(op, &parts, &order, at, rank, &scope, key).map(Some)
-                    }
-                    _ => Ok(None),
-                };
-                all.push(Hypothesis {
-                    kind: self.kind(),
-                    site: group_site(group, layer),
-                    statement: format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", ")),
-                    overturn: "load the parts unfused: if the operation still diverges, their order is not at fault"
-                        .into(),
-                    ranks: op.ranks.clone(),
-                    also: siblings(group),
-                    reads: None,
-                    alter: Alter::Weights(Box::new(change)),
-                });
-            }
-        }
-        all
-    }
+    all
 }
 
 /// The points that a group's parts produce.

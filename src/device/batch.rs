@@ -1,7 +1,7 @@
 //! One step's work as the host describes it: tokens of several sequences, each with its position, and where their keys
 //! lie in the paged cache.
 
-use super::sampler::Draw;
+use super::draw::Draw;
 
 /// A token to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,4 +25,15 @@ pub struct Batch {
     pub logits: Vec<u32>,
     /// How the device is to choose each row's next token itself, to be ready to run on with it; empty: it is not to.
     pub ahead: Vec<Draw>,
+    /// Run the program as it is written, without fusing.
+    pub expanded: bool,
+}
+
+impl Batch {
+    /// True for a token per sequence, each with its logits, in order.
+    pub fn decodes(&self) -> bool {
+        self.logits.len() == self.tokens.len()
+            && self.tokens.iter().enumerate().all(|(i, t)| t.sequence as usize == i)
+            && self.logits.iter().enumerate().all(|(i, row)| *row as usize == i)
+    }
 }

@@ -1,0 +1,26 @@
+//! REDUCE_MISSED: a rank's partial sum never enters the all-reduce, though the rank comes to the meeting and its
+//! parameters are right. Zeros in place of the rank's part of the parameter look the same in values; the bytes on the
+//! device tell the two apart where there is an engine to ask.
+
+use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
+use crate::faults::reduce_missed::FAULT;
+
+pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
+    let tp = op.trace.tp;
+    if tp == 1 || !op.place.point.is_reduced() {
+        return Vec::new();
+    }
+    let lost = |rank: usize| Hypothesis {
+        kind: FAULT.kind,
+        site: op.place.to_string(),
+        statement: format!("the sum of all ranks' partial sums but rank {rank}'s: its contribution is lost"),
+        overturn: format!(
+            "add rank {rank}'s partial sum by hand; if the operation still diverges, the reduction was not at fault"
+        ),
+        ranks: vec![rank],
+        also: Vec::new(),
+        reads: None,
+        alter: Alter::Missing(vec![rank]),
+    };
+    (0..tp).map(lost).collect()
+}

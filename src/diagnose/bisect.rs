@@ -6,22 +6,22 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_reference::{ModelWeights, Param as RefParam, RefConfig};
+use lockstep_reference::Param as RefParam;
 
 use super::explain::EXPLANATIONS;
-use super::hypothesis::{Alter, OpContext, Residual};
+use super::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::Engine;
 use crate::model::place::Unit;
-use crate::model::{Layout, Place, params};
-use crate::probe::{Digest, Probe, Trace};
+use crate::model::{Layout, params};
 use crate::report::{Progress, Verdict};
-use crate::verify::activations::{eps_of, expected_places, for_traces, judge_of, judge_runs, sparse_activity};
+use crate::verify::activations::{judge_all, sparse_activity};
+use crate::verify::drive::{Fed, Feed, Listen, feed};
 use crate::verify::floor::{LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
 use crate::verify::pairing::reference_of;
-use crate::verify::replay::Seen;
-use crate::verify::subject::{points_of, run_prompt_with};
+use crate::verify::replay::{Seen, Unjudged};
+use crate::verify::subject::points_of;
 use crate::verify::{Subject, VerifyError};
 
 /// Whose fault something is.
@@ -117,97 +117,81 @@ pub struct Bisection {
 /// # Errors
 /// An engine that cannot run, a reference that cannot read the model.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
-    if subject.target.is_none()
-        && let Some(place) = nondeterminism(subject, progress)?
-    {
-        return Ok(Bisection {
-            verdict: Verdict::Nondeterministic,
-            culprit: None,
-            others: Vec::new(),
-            judged: 0,
-            unmeasured: 0,
-            sparse: None,
-            parts_at: Some(place),
-        });
+    let mut found = Bisection {
+        verdict: Verdict::Nondeterministic,
+        culprit: None,
+        others: Vec::new(),
+        judged: 0,
+        unmeasured: 0,
+        sparse: None,
+        parts_at: match subject.target {
+            Some(_) => None,
+            None => nondeterminism(subject, progress)?,
+        },
+    };
+    if found.parts_at.is_some() {
+        return Ok(found);
     }
-    let raw = Raw(subject.checkpoint.source());
-    let config = RefConfig::from_raw(&raw, eps_of(subject))?;
-    let weights = ModelWeights::new(&raw, &config);
-    let (mut culprit, mut others, mut judged, mut unmeasured) = (None, Vec::new(), 0, 0);
+    let raw = &Raw(subject.checkpoint.source());
     let mut seen: Vec<OpFinding> = Vec::new();
-    for_traces(subject, &mut |traces| {
-        let every: Vec<usize> = (0..subject.ids.len()).collect();
-        let judge = judge_of(&config, &weights, subject.recipe, traces[0], &subject.rows, &every);
-        for place in expected_places(&judge, traces[0], subject) {
-            progress.at("bisect: layers replayed", place.layer().map_or(0, |l| l + 1), config.layers);
-            let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
-            judged += usize::from(finding.verdict != Verdict::NotApplicable);
-            unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
-            if finding.verdict != Verdict::Divergent {
-                seen.push(finding);
-                continue;
-            }
-            if culprit.is_some() {
-                others.push(finding);
-                continue;
-            }
-            let ranks = match finding.ranks.is_empty() {
-                true => (0..trace.tp).collect(),
-                false => finding.ranks.clone(),
-            };
-            let (model, judge) = (subject.checkpoint.config(), &judge);
-            let op = OpContext { raw: &raw, model, config: &config, weights: &weights, judge, trace, place, ranks };
-            let region = region(&op)?;
-            culprit = Some(explain(subject, &op, finding, region, progress)?);
+    judge_all(subject, "bisect", progress, &mut |judge, finding, trace| {
+        found.judged += usize::from(finding.verdict != Verdict::NotApplicable);
+        found.unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
+        if finding.verdict != Verdict::Divergent {
+            seen.push(finding);
+            return Ok(());
         }
+        if found.culprit.is_some() {
+            found.others.push(finding);
+            return Ok(());
+        }
+        let ranks = match finding.ranks.is_empty() {
+            true => (0..trace.tp).collect(),
+            false => finding.ranks.clone(),
+        };
+        let op = OpContext { raw, model: subject.checkpoint.config(), judge, trace, place: finding.place, ranks };
+        let region = Unjudged::or_none(region(&op))?.unwrap_or_else(|| "unknown".into());
+        found.culprit = Some(explain(subject, &op, finding, region, progress)?);
         Ok(())
     })?;
     let sparse = sparse_activity(subject, &seen);
     let drift = seen.iter().map(|f| f.verdict).filter(|v| *v == Verdict::Drift);
-    let verdict = match (&culprit, judged, unmeasured) {
+    found.verdict = match (&found.culprit, found.judged, found.unmeasured) {
         (Some(_), ..) => Verdict::Divergent,
         (None, 0, _) | (None, _, 1..) => Verdict::Unmeasured,
         // What did not run cannot be cleared; a dense run by choice is neutral.
         (None, ..) => drift.chain([sparse.verdict, Verdict::Match]).max().unwrap_or(Verdict::Unmeasured),
     };
-    Ok(Bisection { verdict, culprit, others, judged, unmeasured, sparse: Some(sparse.detail), parts_at: None })
+    Ok(Bisection { sparse: Some(sparse.detail), ..found })
 }
 
 /// Runs the same input three times on one engine and says where the bits part.
 fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<String>, VerifyError> {
     let mut engine = subject.engine()?;
-    let mut first: Option<Trace> = None;
+    let listen = Listen::Digests(points_of(subject.layers.clone()));
+    let mut first: Option<Fed> = None;
     for i in 0..3 {
         progress.at("bisect: same input three times", i, 3);
-        let listen = || Box::new(Digest::new(points_of(subject.layers.clone()))) as Box<dyn Probe>;
-        let (trace, _) = run_prompt_with(&mut engine, &subject.ids, false, &listen)?;
-        let Some(first) = &first else {
-            first = Some(trace);
-            continue;
-        };
-        let differs = |place: &Place| {
-            let (a, b) = (first.ranks(*place), trace.ranks(*place));
-            a.is_none() || a != b
-        };
-        if let Some(place) = first.places().into_iter().find(differs) {
-            return Ok(Some(place.to_string()));
+        let run = feed(&mut engine, &Feed::whole(&subject.ids), &listen)?;
+        let first = first.get_or_insert_with(|| run.clone());
+        if let Some(parting) = first.parts_from(&run, 0..subject.ids.len()) {
+            return Ok(Some(parting.place.to_string()));
         }
     }
     Ok(None)
 }
 
 /// Which heads, slots or channel blocks of the result diverge. These localise; they never decide.
-fn region(op: &OpContext<'_>) -> Result<String, VerifyError> {
+fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
     if op.place.point.is_choice() {
         return Ok("the choice itself".into());
     }
     let rank = op.ranks.first().copied().unwrap_or(0);
     let seen = Seen::new(op.trace, rank);
-    let Ok((reference, sigma)) = op.judge.recompute(op.place, &|n| seen.get(n))? else { return Ok("unknown".into()) };
-    let Ok(whole) = op.trace.seen_by(rank, op.place) else { return Ok("unknown".into()) };
-    let width = reference.len() / op.judge.rows.len();
-    let Some(target) = op.judge.target_rows(&whole, width) else { return Ok("unknown".into()) };
-    let measured = op.judge.measured(target, reference, sigma);
+    let (reference, sigma) = op.judge.recompute(op.place, &|n| seen.get(n))?;
+    let whole = op.trace.seen_by(rank, op.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
+    let measured = op.judge.measured(&whole, reference, sigma)?;
+    let width = measured.width;
     let (unit, size) = match op.place.point.unit() {
         Unit::Head => ("head", width / op.model.heads),
         Unit::IndexHead => ("indexer head", width / op.model.index_heads),
@@ -245,7 +229,7 @@ fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, p
 fn explain(
     subject: &Subject,
     op: &OpContext<'_>,
-    finding: OpFinding,
+    mut finding: OpFinding,
     region: String,
     progress: &dyn Progress,
 ) -> Result<Culprit, VerifyError> {
@@ -256,7 +240,8 @@ fn explain(
     for (i, hypotheses) in EXPLANATIONS.iter().enumerate() {
         progress.at("bisect: hypotheses", i, EXPLANATIONS.len());
         for h in hypotheses(op) {
-            let Some(Residual { deciding, whole }) = op.residual(&h)? else { continue };
+            let Some(residual) = op.residual(&h)? else { continue };
+            let (deciding, whole) = (residual.deciding(), residual.whole);
             let (rho, most) = (deciding.rho(), limit(deciding.m));
             // Where sums overflow, their order decides what becomes infinite and what NaN, and a prediction of NaN fits
             // anything: then values cannot decide, and the bytes on the device must be the predicted ones.
@@ -268,20 +253,13 @@ fn explain(
                 op.is_held(&h, &|rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param))
             };
             if (decisive && rho <= most) || by_bytes {
-                fits.push(Explanation {
-                    kind: h.kind,
-                    site: h.site,
-                    ranks: h.ranks,
-                    statement: h.statement,
-                    overturn: h.overturn,
-                    rho: (rho, most),
-                    of: match h.alter {
-                        Alter::Weights(_) => Blame::Data,
-                        Alter::Config(_) => Blame::Configuration,
-                        Alter::Options(_) | Alter::Missing(_) => Blame::Operation,
-                    },
-                    by_bytes,
-                });
+                let Hypothesis { kind, site, ranks, statement, overturn, alter, .. } = h;
+                let of = match alter {
+                    Alter::Weights(_) => Blame::Data,
+                    Alter::Config(_) => Blame::Configuration,
+                    Alter::Options(_) | Alter::Missing(_) => Blame::Operation,
+                };
+                fits.push(Explanation { kind, site, ranks, statement, overturn, rho: (rho, most), of, by_bytes });
             } else {
                 let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));
                 // A prediction that is not finite came near to nothing.
@@ -304,11 +282,10 @@ fn explain(
     fits.sort_by(|a, b| share(a).total_cmp(&share(b)).then(b.ranks.len().cmp(&a.ranks.len())));
     let mut fits = fits.into_iter();
     let explanation = fits.next();
-    let same = |f: &Explanation| explanation.as_ref().is_some_and(|e| (e.kind, &e.site) == (f.kind, &f.site));
-    let fits = fits.filter(|f| !(same(f) && explanation.as_ref().is_some_and(|e| e.statement == f.statement)));
+    let what = |f: &Explanation| (f.kind, f.site.clone(), f.statement.clone());
+    let fits = fits.filter(|f| explanation.as_ref().is_none_or(|e| what(e) != what(f)));
     let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
     let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
-    let mut finding = finding;
     if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.place.point.layout() == Layout::Replicated) {
         finding.ranks.clone_from(&e.ranks);
     }

@@ -1,9 +1,10 @@
 //! Trying explanations: an operation that diverges is recomputed in the reference under a hypothesis, and the hypothesis
 //! is accepted only if the residual falls back to its own noise floor.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use lockstep_reference::ndarray::{Array2, Axis, Slice as NdSlice};
+use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
 use lockstep_reference::weights::file_tensor;
 use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
@@ -13,7 +14,6 @@ use crate::model::{Config, Place, Point};
 use crate::probe::Trace;
 use crate::verify::VerifyError;
 use crate::verify::altered::{Key, Value};
-use crate::verify::floor::Energy;
 use crate::verify::op::Slices;
 use crate::verify::pairing::reference_of;
 use crate::verify::replay::{Judge, Unjudged};
@@ -24,11 +24,7 @@ pub struct OpContext<'a> {
     pub raw: &'a Raw<'a>,
     /// The model's configuration.
     pub model: &'a Config,
-    /// The reference's own.
-    pub config: &'a RefConfig,
-    /// The reference's weights.
-    pub weights: &'a dyn Weights,
-    /// The judge that found it diverging.
+    /// The judge that found it diverging, with the reference's configuration and weights.
     pub judge: &'a Judge<'a>,
     /// The captures.
     pub trace: &'a Trace,
@@ -77,7 +73,36 @@ pub type Misread<'a> = Box<dyn Fn() -> Option<RawTensor<'a>> + Sync + 'a>;
 /// The bytes that a rank holds where a parameter belongs; `None` where there is no engine to ask.
 pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
 
-impl OpContext<'_> {
+impl<'a> OpContext<'a> {
+    /// An explanation of the operation on the ranks that diverge.
+    pub fn hypothesis(
+        &self,
+        kind: &'static str,
+        statement: impl Into<String>,
+        overturn: impl Into<String>,
+        alter: Alter<'a>,
+    ) -> Hypothesis<'a> {
+        let (site, ranks, also) = (self.place.to_string(), self.ranks.clone(), Vec::new());
+        let (statement, overturn) = (statement.into(), overturn.into());
+        Hypothesis { kind, site, ranks, statement, overturn, also, reads: None, alter }
+    }
+
+    /// One parameter altered where `ranks` hold it, as long as `alter` makes something of it.
+    pub fn altering(
+        &'a self,
+        (layer, param): (Option<usize>, Param),
+        ranks: Vec<usize>,
+        alter: impl Fn(Key, &Value) -> Option<Value> + Sync + 'a,
+    ) -> Alter<'a> {
+        Alter::Weights(Box::new(move |rank, key| {
+            if (key.0, key.1) != (layer, param) {
+                return Ok(None);
+            }
+            let base = value_of(self.judge.weights, key)?;
+            alter(key, &base).map(|altered| self.on_ranks(&ranks, rank, key, &base, altered)).transpose()
+        }))
+    }
+
     /// True where all ranks hold the same sum, so that captures cannot tell which of them is wrong. Behind experts the
     /// addends have points of their own, and the sum has no parameters.
     pub fn is_reduced(&self) -> bool {
@@ -101,7 +126,7 @@ impl OpContext<'_> {
 
     /// The name of a parameter's tensor in the file.
     pub fn tensor(&self, layer: Option<usize>, param: Param) -> String {
-        let found = file_tensor(self.raw, self.config, layer, param, Some(0));
+        let found = file_tensor(self.raw, self.judge.config, layer, param, Some(0));
         found.ok().flatten().map_or_else(|| format!("{param:?}"), |(name, _)| name)
     }
 
@@ -110,7 +135,11 @@ impl OpContext<'_> {
     /// # Errors
     /// A degree that does not divide the parameter.
     pub fn placement(&self, param: Param, rank: usize) -> Result<Placement, RefError> {
-        placement(self.config, param, Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor })
+        placement(self.judge.config, param, self.split(rank))
+    }
+
+    fn split(&self, rank: usize) -> Split {
+        Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor }
     }
 
     /// Recomputes the operation, and the others that the hypothesis must explain, and compares what diverging ranks hold
@@ -118,26 +147,24 @@ impl OpContext<'_> {
     ///
     /// # Errors
     /// Weights that cannot be read.
-    pub fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Residual>, VerifyError> {
-        let Some(mut worst) = self.residual_at(self.place.point, hypothesis)?.ok() else { return Ok(None) };
+    pub(crate) fn residual(&self, hypothesis: &Hypothesis<'_>) -> Result<Option<Slices>, VerifyError> {
+        let found = self.residual_at(self.place.point, hypothesis);
+        let Some(mut worst) = Unjudged::or_none(found)? else { return Ok(None) };
         for point in hypothesis.also.iter().filter(|p| **p != self.place.point) {
-            if worst.deciding.share() > 1.0 {
+            if worst.deciding().share() > 1.0 {
                 break;
             }
-            match self.residual_at(*point, hypothesis)? {
-                Ok(other) if other.deciding.share() > worst.deciding.share() => worst = other,
+            match self.residual_at(*point, hypothesis) {
+                Ok(other) if other.deciding().share() > worst.deciding().share() => worst = other,
                 Ok(_) | Err(Unjudged::NoSuchPoint) => {}
+                Err(Unjudged::Failed(e)) => return Err(e),
                 Err(_) => return Ok(None), // not captured: it cannot be said to be explained
             }
         }
         Ok(Some(worst))
     }
 
-    fn residual_at(
-        &self,
-        point: Point,
-        hypothesis: &Hypothesis<'_>,
-    ) -> Result<Result<Residual, Unjudged>, VerifyError> {
+    fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Slices, Unjudged> {
         let place = self.place.at(point);
         let change = |rank: usize, key: Key| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
@@ -151,36 +178,57 @@ impl OpContext<'_> {
             Alter::Weights(_) | Alter::Missing(_) => {}
         }
         let silent = match &hypothesis.alter {
-            Alter::Missing(ranks) => Some(self.silent(ranks, &judge, place)),
+            // Every rank's part of such a sum is linear in what the rank holds of the inputs.
+            Alter::Missing(ranks) => {
+                Some(self.trace.without(ranks, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()))
+            }
             _ => None,
         };
         let trace = silent.as_ref().unwrap_or(self.trace);
-        let slices = Slices::collect(&judge, trace, place, &change, Some(&self.ranks))?;
-        Ok(slices.map(|s| Residual { deciding: s.deciding(), whole: s.whole() }))
-    }
-
-    /// The operation and its inputs, as if `ranks` had nothing to add. Every rank's part of such a sum is linear in what
-    /// the rank holds of the inputs.
-    fn silent(&self, ranks: &[usize], judge: &Judge<'_>, place: Place) -> Trace {
-        self.trace.without(ranks, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat())
+        Slices::collect(&judge, trace, place, &change, Some(&self.ranks))
     }
 
     /// A row of the embedding when `ranks` do not answer for theirs.
     fn unanswered(&self, ranks: &[usize], rank: usize, key: Key) -> Result<Value, RefError> {
-        let base = value_of(self.weights, key)?;
-        let zeros = match &base {
-            Value::Vector(v) => Value::Vector(Arc::new(v.mapv(|_| 0.0))),
-            other => other.clone(),
-        };
-        on_ranks(&|r| self.placement(key.1, r), ranks, rank, key, &base, zeros)
+        let base = value_of(self.judge.weights, key)?;
+        self.on_ranks(ranks, rank, key, &base, base.map(|_| 0.0))
+    }
+
+    /// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
+    /// `base`. Replicated parameters are altered where `rank` is one of them, a row of the embedding where its owner is.
+    fn on_ranks(
+        &self,
+        ranks: &[usize],
+        rank: usize,
+        key: Key,
+        base: &Value,
+        altered: Value,
+    ) -> Result<Value, RefError> {
+        let mut out = base.clone();
+        if let (Param::Embed, Some(id)) = (key.1, key.2) {
+            for r in ranks {
+                if matches!(self.placement(key.1, *r)?, Placement::Vocab { rows, .. } if rows.contains(&id)) {
+                    return Ok(altered);
+                }
+            }
+            return Ok(out);
+        }
+        for r in ranks {
+            let Some((axis, part)) = part(self.placement(key.1, *r)?) else {
+                return Ok(if ranks.contains(&rank) { altered } else { out });
+            };
+            if !out.copy(axis, part.clone(), &altered, part) {
+                return Ok(altered);
+            }
+        }
+        Ok(out)
     }
 
     /// True when the devices of `ranks` hold what the file has of every parameter of the operation.
     pub fn is_as_in_file(&self, ranks: &[usize], held: Held<'_>) -> bool {
         let part = |layer, param, rank| {
-            let (_, tensor) = file_tensor(self.raw, self.config, layer, param, None).ok()??;
-            let split = Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor };
-            cut(self.config, param, &tensor, split).ok()
+            let (_, tensor) = file_tensor(self.raw, self.judge.config, layer, param, None).ok()??;
+            cut(self.judge.config, param, &tensor, self.split(rank)).ok()
         };
         let right = |layer, param, rank| {
             let (part, held) = (part(layer, param, rank), held(rank, layer, param));
@@ -194,67 +242,21 @@ impl OpContext<'_> {
     pub fn is_held(&self, hypothesis: &Hypothesis<'_>, held: Held<'_>) -> bool {
         let Some((param, misread)) = &hypothesis.reads else { return false };
         let Some(tensor) = misread() else { return false };
-        let experts = ExpertSplit::Tensor;
         !hypothesis.ranks.is_empty()
             && hypothesis.ranks.iter().all(|rank| {
-                let split = Split { tp: self.trace.tp, rank: *rank, experts };
-                let expected = cut(self.config, *param, &tensor, split).map(|c| c.bytes);
+                let expected = cut(self.judge.config, *param, &tensor, self.split(*rank)).map(|c| c.bytes);
                 expected.is_ok_and(|e| held(*rank, self.place.layer(), *param).is_some_and(|h| h == e))
             })
     }
 }
 
-/// What is left of a divergence under a hypothesis.
-#[derive(Clone, Copy, Debug)]
-pub struct Residual {
-    /// The slice with the largest share of its limit.
-    pub deciding: Energy,
-    /// All values together.
-    pub whole: Energy,
-}
-
-/// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
-/// `base`. Replicated parameters are altered where `rank` is one of them, a row of the embedding where its owner is.
-///
-/// # Errors
-/// A degree that does not divide the parameter.
-pub fn on_ranks(
-    place: &dyn Fn(usize) -> Result<Placement, RefError>,
-    ranks: &[usize],
-    rank: usize,
-    key: Key,
-    base: &Value,
-    altered: Value,
-) -> Result<Value, RefError> {
-    let mut out = base.clone();
-    if let (Param::Embed, Some(id)) = (key.1, key.2) {
-        for r in ranks {
-            if matches!(place(*r)?, Placement::Vocab { rows, .. } if rows.contains(&id)) {
-                return Ok(altered);
-            }
-        }
-        return Ok(out);
+/// The axis along which a rank holds a range of a matrix or of heads, and the range; `None` for whole matrices.
+pub fn part(placement: Placement) -> Option<(usize, Range<usize>)> {
+    match placement {
+        Placement::Replicated | Placement::Experts(_) => None,
+        Placement::Rows(range) | Placement::Heads(range) | Placement::Vocab { rows: range, .. } => Some((0, range)),
+        Placement::Cols(range) => Some((1, range)),
     }
-    for r in ranks {
-        let (axis, range) = match place(*r)? {
-            Placement::Replicated | Placement::Experts(_) => {
-                return Ok(if ranks.contains(&rank) { altered } else { base.clone() });
-            }
-            Placement::Rows(range) | Placement::Heads(range) | Placement::Vocab { rows: range, .. } => (0, range),
-            Placement::Cols(range) => (1, range),
-        };
-        let part = NdSlice::from(range);
-        match (&mut out, &altered) {
-            (Value::Matrix(to), Value::Matrix(from)) => {
-                Arc::make_mut(to).slice_axis_mut(Axis(axis), part).assign(&from.slice_axis(Axis(axis), part))
-            }
-            (Value::Heads(to), Value::Heads(from)) => {
-                Arc::make_mut(to).slice_axis_mut(Axis(0), part).assign(&from.slice_axis(Axis(0), part));
-            }
-            _ => return Ok(altered),
-        }
-    }
-    Ok(out)
 }
 
 /// A parameter of the reference in whichever form it has.

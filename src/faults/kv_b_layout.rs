@@ -1,4 +1,4 @@
-//! KV_B_LAYOUT: k_b is read as [head][nope][latent], though it lies as [head][latent][nope].
+//! KV_B_LAYOUT: k_b is read as `[head][nope][latent]`, though it lies as `[head][latent][nope]`.
 
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, Weights};
+use lockstep_reference::{Arith, ModelWeights, Options, RefConfig};
 
 use super::op::{OpFinding, judge_op};
 use super::pairing::recipe_of;
@@ -11,15 +11,11 @@ use super::subject::{points_of, run_prompt, run_prompt_with};
 use super::whole::own_eps;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::{Attention, Recipe};
+use crate::engine::Attention;
 use crate::model::{Block, Layout, Place, Point};
-use crate::probe::{Capture, Probe, Trace};
+use crate::probe::Trace;
+use crate::probe::capture::Filter;
 use crate::report::{Check, Progress, StageReport, Verdict};
-
-/// The eps policy that the reference takes from the kind of file.
-pub fn eps_of(subject: &Subject) -> Eps {
-    own_eps(&subject.checkpoint)
-}
 
 /// Runs the stage.
 ///
@@ -57,32 +53,26 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 
 /// Whether sparse attention ran at all, and was judged where it ran: a prompt within top-k exercises nothing of it.
 pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Check {
-    let (c, tokens) = (subject.checkpoint.config(), subject.ids.len());
-    let check = |verdict, detail: String| Check::new("sparse attention", verdict, detail);
+    let (top_k, tokens) = (subject.checkpoint.config().top_k, subject.ids.len());
     let dense_dump = subject.target.as_ref().is_some_and(|t| t.attention == Attention::Dense);
-    let sparse_rows = subject.rows.iter().filter(|t| **t >= c.top_k).count();
-    let latents = || findings.iter().filter(|f| f.place.point == Point::Latent);
-    let judged = latents().filter(|f| matches!(f.verdict, Verdict::Match | Verdict::Divergent)).count();
-    if subject.attention == Attention::Dense {
-        return check(
-            Verdict::NotApplicable,
-            format!("attention is dense by choice; exact up to {} tokens, another model beyond", c.top_k),
-        );
-    }
-    if tokens <= c.top_k {
-        let why =
-            format!("{tokens} tokens are no more than top-k {}: every key was chosen; use a longer prompt", c.top_k);
-        return check(Verdict::Inactive, why);
-    }
-    if dense_dump {
-        let why = "the dump attended to all keys; say --attention dense if that is meant".to_string();
-        return check(Verdict::Inactive, why);
-    }
-    if judged == 0 || sparse_rows == 0 {
-        let why = format!("attention was judged in {judged} layers at {sparse_rows} rows beyond top-k {}", c.top_k);
-        return check(Verdict::Unmeasured, why);
-    }
-    check(Verdict::Match, format!("active: {judged} layers judged at {sparse_rows} rows beyond top-k {}", c.top_k))
+    let sparse_rows = subject.rows.iter().filter(|t| **t >= top_k).count();
+    let latents = findings.iter().filter(|f| f.place.point == Point::Latent);
+    let judged = latents.filter(|f| matches!(f.verdict, Verdict::Match | Verdict::Divergent)).count();
+    let (verdict, detail) = if subject.attention == Attention::Dense {
+        let exact = format!("exact up to {top_k} tokens, another model beyond");
+        (Verdict::NotApplicable, format!("attention is dense by choice; {exact}"))
+    } else if tokens <= top_k {
+        let all = "every key was chosen; use a longer prompt";
+        (Verdict::Inactive, format!("{tokens} tokens are no more than top-k {top_k}: {all}"))
+    } else if dense_dump {
+        (Verdict::Inactive, "the dump attended to all keys; say --attention dense if that is meant".into())
+    } else if judged == 0 || sparse_rows == 0 {
+        let judged = format!("judged in {judged} layers at {sparse_rows} rows beyond top-k {top_k}");
+        (Verdict::Unmeasured, format!("attention was {judged}"))
+    } else {
+        (Verdict::Match, format!("active: {judged} layers judged at {sparse_rows} rows beyond top-k {top_k}"))
+    };
+    Check::new("sparse attention", verdict, detail)
 }
 
 /// Every operation's finding, in the order of the forward pass.
@@ -90,39 +80,41 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
 /// # Errors
 /// As [`run`].
 pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFinding>, VerifyError> {
-    let raw = Raw(subject.checkpoint.source());
-    let config = RefConfig::from_raw(&raw, eps_of(subject))?;
-    let weights = ModelWeights::new(&raw, &config);
     let mut all = Vec::new();
-    let layers = config.layers;
-    for_traces(subject, &mut |traces| {
-        let every: Vec<usize> = (0..subject.ids.len()).collect();
-        let judge = judge_of(&config, &weights, subject.recipe, traces[0], &subject.rows, &every);
-        for place in expected_places(&judge, traces[0], subject) {
-            progress.at("activations: layers replayed", place.layer().map_or(0, |l| l + 1), layers);
-            all.push(judge_runs(&judge, traces, place, subject)?.0);
-        }
+    judge_all(subject, "activations", progress, &mut |_, finding, _| {
+        all.push(finding);
         Ok(())
     })?;
     Ok(all)
 }
 
-/// A judge for a trace.
-pub(crate) fn judge_of<'a>(
-    config: &'a RefConfig,
-    weights: &'a dyn Weights,
-    recipe: Recipe,
-    trace: &Trace,
-    rows: &'a [usize],
-    every: &'a [usize],
-) -> Judge<'a> {
-    let options = Options { dense: trace.attention == Attention::Dense, mtp: false };
-    let orders = Arith::orders(recipe_of(recipe), trace.tp);
-    Judge { config, weights, options, orders, rows, every }
+/// Hands out every operation's finding, in the order of the forward pass, with its judge and the run that it is of.
+pub(crate) fn judge_all(
+    subject: &Subject,
+    what: &str,
+    progress: &dyn Progress,
+    each: &mut dyn FnMut(&Judge<'_>, OpFinding, &Trace) -> Result<(), VerifyError>,
+) -> Result<(), VerifyError> {
+    let raw = Raw(subject.checkpoint.source());
+    let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
+    let weights = &ModelWeights::new(&raw, config);
+    let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
+    for_traces(subject, &mut |traces| {
+        let options = Options { dense: traces[0].attention == Attention::Dense, mtp: false };
+        let orders = Arith::orders(recipe_of(subject.recipe), traces[0].tp);
+        let judge = Judge { config, weights, options, orders, rows: &subject.rows, every };
+        for place in expected_places(&judge, traces[0], subject) {
+            let layer = place.layer().map_or(0, |l| l + 1);
+            progress.at(&format!("{what}: layers replayed"), layer, config.layers);
+            let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
+            each(&judge, finding, trace)?;
+        }
+        Ok(())
+    })
 }
 
 /// The places that this model and run have by the reference's own list, whether they were captured or not.
-pub(crate) fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subject) -> Vec<Place> {
+fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subject) -> Vec<Place> {
     let all = lockstep_reference::points(judge.config, judge.options);
     let known = all.iter().filter_map(|name| name.parse().ok());
     known.filter(|place| trace.shows(*place) && subject.wants_layer(place.layer())).collect()
@@ -130,7 +122,7 @@ pub(crate) fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subjec
 
 /// Judges an operation in all runs of the same prompt: the worse finding, and the run that it is of. A run that holds the
 /// bits of the first one, in what the operation reads and in what it gives, needs no second look.
-pub(crate) fn judge_runs<'a>(
+fn judge_runs<'a>(
     judge: &Judge<'_>,
     traces: &[&'a Trace],
     place: Place,
@@ -163,7 +155,7 @@ fn is_tap(place: Place) -> bool {
 
 /// Hands out the traces to judge: the given one, or our own runs, in groups of layers that fit in memory. These are two:
 /// of the program as it is written, which shows every point, and as it is fused to serve, by the points that it has.
-pub(crate) fn for_traces(
+fn for_traces(
     subject: &Subject,
     each: &mut dyn FnMut(&[&Trace]) -> Result<(), VerifyError>,
 ) -> Result<(), VerifyError> {
@@ -183,13 +175,12 @@ pub(crate) fn for_traces(
         needed.extend(chunk.iter().filter_map(|l| (0..=*l).rev().find(|f| c.is_full(*f))));
         needed.extend(last.then(|| c.layers - 1));
         let wanted = points_of(Some(needed));
-        let every = || Box::new(Capture::new(wanted.clone())) as Box<dyn Probe>;
-        let (written, _) = run_prompt_with(&mut engine, &subject.ids, true, &every)?;
+        let (written, _) = run_prompt_with(&mut engine, &subject.ids, true, wanted.clone())?;
         // Another prompt in between, so that the second run finds nothing of the first in caches and buffers.
         let other: Vec<u32> = subject.ids.iter().rev().copied().collect();
         run_prompt(&mut engine, &other, Arc::new(|_| false))?;
-        let own = wanted.clone();
-        let (fused, _) = run_prompt(&mut engine, &subject.ids, Arc::new(move |place| own(place) && !is_tap(place)))?;
+        let own: Filter = Arc::new(move |place| wanted(place) && !is_tap(place));
+        let (fused, _) = run_prompt(&mut engine, &subject.ids, own)?;
         each(&[&written.restricted(chunk, first, last), &fused.restricted(chunk, first, last)])?;
     }
     Ok(())

@@ -1,9 +1,10 @@
 //! Weights with some parameters altered: how a suspected fault of the data is tried out in the reference.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lockstep_reference::ndarray::{Array1, Array2, Array3};
+use lockstep_reference::ndarray::{Array1, Array2, Array3, Axis, Slice};
 use lockstep_reference::{Param, RefError, Weights};
 
 /// A parameter of the reference: layer, kind, and one expert of a stack (for the embedding: one id).
@@ -18,6 +19,32 @@ pub enum Value {
     Matrix(Arc<Array2<f32>>),
     /// One matrix per head.
     Heads(Arc<Array3<f32>>),
+}
+
+impl Value {
+    /// The same form with `f` of every number.
+    pub fn map(&self, f: impl Fn(f32) -> f32) -> Value {
+        match self {
+            Value::Vector(v) => Value::Vector(Arc::new(v.mapv(f))),
+            Value::Matrix(m) => Value::Matrix(Arc::new(m.mapv(f))),
+            Value::Heads(h) => Value::Heads(Arc::new(h.mapv(f))),
+        }
+    }
+
+    /// Puts what `source` has at `from` of an axis (of heads: the first) at `to`. False for forms without parts.
+    pub fn copy(&mut self, axis: usize, to: Range<usize>, source: &Value, from: Range<usize>) -> bool {
+        let (to, from) = (Slice::from(to), Slice::from(from));
+        match (self, source) {
+            (Value::Matrix(own), Value::Matrix(m)) => {
+                Arc::make_mut(own).slice_axis_mut(Axis(axis), to).assign(&m.slice_axis(Axis(axis), from));
+            }
+            (Value::Heads(own), Value::Heads(h)) => {
+                Arc::make_mut(own).slice_axis_mut(Axis(0), to).assign(&h.slice_axis(Axis(0), from));
+            }
+            _ => return false,
+        }
+        true
+    }
 }
 
 /// What a parameter becomes; `None` leaves it as it is.

@@ -191,6 +191,11 @@ fn differs(a: &Values, b: &Values, range: Range<usize>) -> Result<Option<usize>,
     }
 }
 
+/// Whether all values are the same, bit by bit.
+pub(super) fn same_bits(a: &Values, b: &Values) -> bool {
+    matches!(differs(a, b, 0..a.len().max(b.len())), Ok(None))
+}
+
 /// True for the points that hold choices.
 pub fn choices() -> Filter {
     Arc::new(|place| place.point.is_choice())

@@ -18,7 +18,7 @@ use ndarray::Array2;
 
 use super::drive::{Fed, Feed, Listen, choices, feed};
 use super::floor::limit;
-use super::whole::{self, Plan, Variant, Whole, divergence};
+use super::whole::{self, Floored, Plan, Variant, Whole, divergence};
 use super::{Subject, VerifyError, asks};
 use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;
@@ -80,9 +80,10 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
     let more = if subject.own_prompt { CONTINUED.1 } else { CONTINUED.0 };
     let mut prompts = vec![(subject.prompt.clone(), subject.ids.clone(), more)];
     let tokenizer = subject.checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
-    let texts = match &tokenizer {
+    let mut texts = String::new();
+    match &tokenizer {
         // Who gives a text wants that one judged, on a model whose reference runs may take minutes each.
-        Ok(_) if subject.own_prompt => String::new(),
+        Ok(_) if subject.own_prompt => {}
         Ok(tokenizer) => {
             for (name, text) in BUILT_IN {
                 // A text that this vocabulary cannot spell is the tokenizer stage's business.
@@ -92,10 +93,9 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
                     prompts.push((name.into(), ids, CONTINUED.1));
                 }
             }
-            String::new()
         }
-        Err(e) => format!("; no built-in prompts, since there is no tokenizer ({e})"),
-    };
+        Err(e) => texts = format!("; no built-in prompts, since there is no tokenizer ({e})"),
+    }
     let longest = prompts.iter().map(|(_, ids, more)| ids.len() + more).max().unwrap_or(0).min(context);
     let options = Options {
         attention: subject.attention,
@@ -262,12 +262,12 @@ pub(super) fn judge(
     fed.logits.truncate(run.until * vocab);
     let target: Vec<Vec<f64>> =
         fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
-    checks.push(kl(&format!("KL, {name}"), &whole, &target));
+    checks.push(kl(&format!("KL, {name}"), &whole, floored, &target));
     checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing));
-    checks.push(top_one(&format!("top-1, {name}"), &whole, &fed.logits, 0, None));
+    checks.push(top_one(&format!("top-1, {name}"), floored, &fed.logits, 0, None));
     if !run.generated.is_empty() {
         let first = run.ids.len() + 1 - run.generated.len();
-        checks.push(top_one(&format!("greedy text, {name}"), &whole, &fed.logits, first - 1, Some(&run.generated)));
+        checks.push(top_one(&format!("greedy text, {name}"), floored, &fed.logits, first - 1, Some(&run.generated)));
     }
     if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
         progress.at("logits: baseline", 0, 1);
@@ -297,8 +297,7 @@ fn divergences(exact: &Array2<f64>, target: &[Vec<f64>]) -> Vec<f64> {
     exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
 }
 
-fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
-    let Some(floored) = whole.logits() else { return Check::new(name, Verdict::Unmeasured, "no logits") };
+fn kl(name: &str, whole: &Whole, floored: &Floored, target: &[Vec<f64>]) -> Check {
     let rows = target.len().min(whole.rows());
     let found = divergences(&floored.exact, target);
     let limits = limits(whole);
@@ -335,8 +334,7 @@ fn kl(name: &str, whole: &Whole, target: &[Vec<f64>]) -> Check {
 
 /// Compares most likely tokens from row `first` on, where the reference is sure of its own. `tokens` are the target's;
 /// without them they are taken from its logits.
-fn top_one(name: &str, whole: &Whole, logits: &[f32], first: usize, tokens: Option<&[u32]>) -> Check {
-    let Some(floored) = whole.logits() else { return Check::new(name, Verdict::Unmeasured, "no logits") };
+fn top_one(name: &str, floored: &Floored, logits: &[f32], first: usize, tokens: Option<&[u32]>) -> Check {
     let (mut sure, mut wrong, mut near) = (0, Vec::new(), Vec::new());
     let own = logits.chunks_exact(floored.exact.ncols().max(1)).map(greedy);
     let target: Vec<u32> = match tokens {

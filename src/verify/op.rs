@@ -28,9 +28,16 @@ pub struct OpFinding {
     pub detail: String,
 }
 
-impl OpFinding {
-    fn unjudged(place: Place, verdict: Verdict, detail: String) -> Self {
-        OpFinding { place, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail }
+impl Unjudged {
+    /// As a finding.
+    fn finding(self, place: Place) -> Result<OpFinding, VerifyError> {
+        let (verdict, detail) = match self {
+            Unjudged::NoSuchPoint => (Verdict::NotApplicable, "no such point in this model and run".into()),
+            Unjudged::NoData(why) => (Verdict::Unmeasured, why),
+            Unjudged::WrongShape(why) => (Verdict::Divergent, why),
+            Unjudged::Failed(e) => return Err(e),
+        };
+        Ok(OpFinding { place, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail })
     }
 }
 
@@ -49,19 +56,15 @@ pub(crate) fn judge_op(
     place: Place,
     subject: &Subject,
 ) -> Result<OpFinding, VerifyError> {
-    let unjudged = |verdict, detail: String| OpFinding::unjudged(place, verdict, detail);
-    if let Some(scores) = place.point.scores() {
-        return judge_choice(judge, trace, place, place.at(scores));
-    }
-    let slices = match Slices::collect(judge, trace, place, &unchanged, None)? {
-        Ok(slices) => slices,
-        Err(Unjudged::NoSuchPoint) => {
-            return Ok(unjudged(Verdict::NotApplicable, "no such point in this model and run".into()));
-        }
-        Err(Unjudged::NoData(why)) => return Ok(unjudged(Verdict::Unmeasured, why)),
-        Err(Unjudged::WrongShape(why)) => return Ok(unjudged(Verdict::Divergent, why)),
+    let found = match place.point.scores() {
+        Some(scores) => judge_choice(judge, trace, place, place.at(scores)),
+        None => judge_values(judge, trace, place, subject),
     };
-    let mut finding = slices.finding(place);
+    found.or_else(|why| why.finding(place))
+}
+
+fn judge_values(judge: &Judge<'_>, trace: &Trace, place: Place, subject: &Subject) -> Result<OpFinding, Unjudged> {
+    let mut finding = Slices::collect(judge, trace, place, &unchanged, None)?.finding(place);
     if finding.verdict == Verdict::Divergent
         && let Some(who) = documented_disagreement(judge, trace, place, subject)?
     {
@@ -74,7 +77,8 @@ pub(crate) fn judge_op(
 /// Energies of an operation by slice.
 #[derive(Default)]
 pub(crate) struct Slices {
-    whole: Energy,
+    /// All values together.
+    pub whole: Energy,
     ranks: Vec<(usize, Energy)>,
     tokens: Vec<(usize, usize, Energy)>,
     cosine: f64,
@@ -90,19 +94,17 @@ impl Slices {
     /// the ranks of `only` (all without a list) hold.
     ///
     /// # Errors
-    /// [`Unjudged`], or weights that cannot be read.
+    /// [`Unjudged`].
     pub fn collect(
         judge: &Judge<'_>,
         trace: &Trace,
         place: Place,
         change: &RankChange<'_>,
         only: Option<&[usize]>,
-    ) -> Result<Result<Slices, Unjudged>, VerifyError> {
+    ) -> Result<Slices, Unjudged> {
         let (judge, layout) = (judge.at(place.point), place.point.layout());
-        let Some(mut places) = judge.inputs(place) else { return Ok(Err(Unjudged::NoSuchPoint)) };
-        let Some(captured) = trace.ranks(place) else {
-            return Ok(Err(Unjudged::NoData("it was not captured on every rank".into())));
-        };
+        let mut places = judge.inputs(place).ok_or(Unjudged::NoSuchPoint)?;
+        let captured = captured(trace, place)?;
         places.push(place);
         let mut slices = Slices::default();
         for class in classes(trace, &places) {
@@ -113,41 +115,24 @@ impl Slices {
             let judge = Judge { weights: &weights, orders: judge.orders.clone(), ..judge };
             let seen = Seen::new(trace, first);
             if layout == Layout::Partial && trace.tp > 1 {
-                let expected = match judge.recompute_partials(place, &|n| seen.get(n), trace.tp)? {
-                    Ok(expected) => expected,
-                    Err(why) => return Ok(Err(why)),
-                };
+                let expected = judge.recompute_partials(place, &|n| seen.get(n), trace.tp)?;
                 for rank in &class {
                     let (reference, sigma) = expected[*rank].clone();
-                    let width = reference.len() / judge.rows.len();
-                    let Some(target) = judge.target_rows(&captured[*rank], width) else {
-                        return Ok(Err(wrong_shape(width, &captured[*rank])));
-                    };
-                    slices.add(&judge.measured(target, reference, sigma), &[*rank], |_| None);
+                    slices.add(&judge.measured(&captured[*rank], reference, sigma)?, &[*rank], |_| None);
                 }
                 if only.is_some() {
                     continue; // the sum of all ranks says nothing of some
                 }
             }
-            let (reference, sigma) = match judge.recompute(place, &|n| seen.get(n))? {
-                Ok(expected) => expected,
-                Err(why) => return Ok(Err(why)),
-            };
-            let width = reference.len() / judge.rows.len();
-            let whole = match trace.seen_by(first, place) {
-                Ok(whole) => whole,
-                Err(e) => return Ok(Err(Unjudged::NoData(e.to_string()))),
-            };
-            let Some(target) = judge.target_rows(&whole, width) else {
-                return Ok(Err(wrong_shape(width, &whole)));
-            };
-            let measured = judge.measured(target, reference, sigma);
+            let (reference, sigma) = judge.recompute(place, &|n| seen.get(n))?;
+            let whole = trace.seen_by(first, place).map_err(|e| Unjudged::NoData(e.to_string()))?;
+            let measured = judge.measured(&whole, reference, sigma)?;
             let known = layout == Layout::Partial && trace.tp > 1;
             let ranks: &[usize] = if known { &[] } else { &class };
             slices.add(&measured, ranks, |j| owner(place.point, &whole.shape, trace.tp, j));
             slices.nonfinite(&whole, judge.rows);
         }
-        Ok(Ok(slices))
+        Ok(slices)
     }
 
     /// Adds values that belong to `ranks`: columns with an owner to it alone, the others to each of them.
@@ -187,11 +172,6 @@ impl Slices {
         all.max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(self.whole)
     }
 
-    /// All values together.
-    pub fn whole(&self) -> Energy {
-        self.whole
-    }
-
     fn finding(self, place: Place) -> OpFinding {
         let worst = self.deciding();
         let (rho, most) = (worst.rho(), limit(worst.m));
@@ -228,8 +208,8 @@ impl Slices {
     }
 }
 
-fn wrong_shape(width: usize, found: &Captured) -> Unjudged {
-    Unjudged::WrongShape(format!("expected {width} values per row, found {} in {} rows", found.row_len(), found.rows))
+fn captured(trace: &Trace, place: Place) -> Result<&[Captured], Unjudged> {
+    trace.ranks(place).ok_or_else(|| Unjudged::NoData("it was not captured on every rank".into()))
 }
 
 /// Whether a diverging norm agrees, in every slice, with another engine's documented eps instead of the file's.
@@ -257,7 +237,7 @@ fn documented_disagreement(
             continue; // the policy that it was judged by
         }
         let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
-        if let Ok(slices) = Slices::collect(&other, trace, place, &unchanged, None)?
+        if let Some(slices) = Unjudged::or_none(Slices::collect(&other, trace, place, &unchanged, None))?
             && slices.finding(place).verdict == Verdict::Match
         {
             return Ok(Some(format!("{who}: the references themselves disagree here")));
@@ -267,11 +247,8 @@ fn documented_disagreement(
 }
 
 /// Choices are compared as sets with margins: what was chosen instead must lie within a band of the boundary.
-fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -> Result<OpFinding, VerifyError> {
-    if trace.ranks(place).is_none() {
-        let detail = "it was not captured on every rank".to_string();
-        return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, detail));
-    }
+fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -> Result<OpFinding, Unjudged> {
+    captured(trace, place)?;
     let most = |t: usize| match place.point {
         Point::IndexTopk => judge.config.top_k.min(t + 1),
         _ => judge.config.experts_used,
@@ -280,20 +257,9 @@ fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -
     let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
     for class in classes(trace, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()) {
         let seen = Seen::new(trace, class[0]);
-        let (scores, floors) = match judge.recompute(scores, &|n| seen.get(n))? {
-            Ok(expected) => expected,
-            Err(Unjudged::NoSuchPoint) => {
-                let detail = "no such point in this model and run".to_string();
-                return Ok(OpFinding::unjudged(place, Verdict::NotApplicable, detail));
-            }
-            Err(Unjudged::NoData(why) | Unjudged::WrongShape(why)) => {
-                return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, why));
-            }
-        };
-        let Ok(chosen) = trace.seen_by(class[0], place) else {
-            let detail = "not captured on every rank".to_string();
-            return Ok(OpFinding::unjudged(place, Verdict::Unmeasured, detail));
-        };
+        let (scores, floors) = judge.recompute(scores, &|n| seen.get(n))?;
+        let chosen = trace.seen_by(class[0], place);
+        let chosen = chosen.map_err(|_| Unjudged::NoData("not captured on every rank".into()))?;
         let width = scores.len() / judge.rows.len();
         for (i, t) in judge.rows.iter().enumerate() {
             let row = &scores[i * width..(i + 1) * width];
@@ -343,20 +309,16 @@ fn judge_set(scores: &[f64], sigma: f64, chosen: &[i64], most: usize) -> Result<
     let band = 2.0 * sigma;
     let mut differences = 0;
     for i in set.iter().filter(|i| !expected.contains(i)) {
-        if scores[*i].is_nan() || scores[*i] < boundary - band {
-            return Err(format!(
-                "{i} is chosen with score {:.6}, the boundary is {boundary:.6} -+ {band:.1e}",
-                scores[*i]
-            ));
+        let score = scores[*i];
+        if score.is_nan() || score < boundary - band {
+            return Err(format!("{i} is chosen with score {score:.6}, the boundary is {boundary:.6} -+ {band:.1e}"));
         }
         differences += 1;
     }
     for i in expected.iter().filter(|i| !set.contains(i)) {
-        if scores[*i] > boundary + band {
-            return Err(format!(
-                "{i} is left out with score {:.6}, the boundary is {boundary:.6} +- {band:.1e}",
-                scores[*i]
-            ));
+        let score = scores[*i];
+        if score > boundary + band {
+            return Err(format!("{i} is left out with score {score:.6}, the boundary is {boundary:.6} +- {band:.1e}"));
         }
     }
     Ok(differences)

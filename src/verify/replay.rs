@@ -9,6 +9,7 @@ use lockstep_reference::slice::ExpertSplit;
 use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
+use super::drive::same_bits;
 use super::floor::{Energy, sigma};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
@@ -38,16 +39,6 @@ impl Measured {
             }
         }
         energy
-    }
-
-    /// Energy of everything.
-    pub fn whole(&self) -> Energy {
-        self.energy(|_, _| true)
-    }
-
-    /// Energy of each row.
-    pub fn per_row(&self) -> Vec<Energy> {
-        (0..self.rows.len()).map(|i| self.energy(|row, _| row == i)).collect()
     }
 
     /// Position and both values of the largest error in floors: (token, column, target, reference).
@@ -133,6 +124,28 @@ pub enum Unjudged {
     NoData(String),
     /// What was captured has another width than the reference's row.
     WrongShape(String),
+    /// It cannot even be tried: weights that cannot be read.
+    Failed(VerifyError),
+}
+
+impl From<VerifyError> for Unjudged {
+    fn from(e: VerifyError) -> Self {
+        Unjudged::Failed(e)
+    }
+}
+
+impl Unjudged {
+    /// What was found, or nothing where there is nothing to judge by.
+    ///
+    /// # Errors
+    /// Weights that cannot be read.
+    pub fn or_none<T>(found: Result<T, Unjudged>) -> Result<Option<T>, VerifyError> {
+        match found {
+            Ok(found) => Ok(Some(found)),
+            Err(Unjudged::Failed(e)) => Err(e),
+            Err(_) => Ok(None),
+        }
+    }
 }
 
 impl Judge<'_> {
@@ -151,44 +164,28 @@ impl Judge<'_> {
     /// The reference's values and floors for `place`, from what one rank sees.
     ///
     /// # Errors
-    /// [`Unjudged`], or weights that cannot be read.
-    pub fn recompute(
-        &self,
-        place: Place,
-        seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
-    ) -> Result<Result<Floored, Unjudged>, VerifyError> {
-        let Some(inputs) = self.inputs(place) else { return Ok(Err(Unjudged::NoSuchPoint)) };
-        for input in inputs {
-            let Some(array) = seen(&input.to_string()) else {
-                return Ok(Err(Unjudged::NoData(format!("its input {input} was not captured"))));
-            };
+    /// [`Unjudged`].
+    pub fn recompute(&self, place: Place, seen: &dyn Fn(&str) -> Option<ArrayD<f32>>) -> Result<Floored, Unjudged> {
+        for input in self.inputs(place).ok_or(Unjudged::NoSuchPoint)? {
+            let array = seen(&input.to_string());
+            let array = array.ok_or_else(|| Unjudged::NoData(format!("its input {input} was not captured")))?;
             // Masked scores are -inf by design; anything else that is not finite makes the operation unjudgeable.
             let masked = input.point.is_masked();
             let bad = |v: &f32| v.is_nan() || *v == f32::INFINITY || (*v == f32::NEG_INFINITY && !masked);
             if array.iter().any(bad) {
-                return Ok(Err(Unjudged::NoData(format!("its input {input} is not finite"))));
+                return Err(Unjudged::NoData(format!("its input {input} is not finite")));
             }
             // Zeros in give zeros out whatever the weights: such a match would say nothing.
             if !input.point.is_choice() && !array.is_empty() && array.iter().all(|v| *v == 0.0) {
-                return Ok(Err(Unjudged::NoData(format!("its input {input} is all zeros"))));
+                return Err(Unjudged::NoData(format!("its input {input} is all zeros")));
             }
         }
         let name = &place.to_string();
-        let run = |arith: Arith| -> Result<Vec<f64>, ReplayError> {
+        let run = |arith| {
             let values = replay(self.config, self.weights, arith, self.options, name, seen, self.rows)?;
-            Ok(values.into_iter().collect())
+            Ok(vec![values])
         };
-        let runs: Result<Vec<Vec<f64>>, ReplayError> =
-            std::iter::once(Arith::Exact).chain(self.orders.iter().copied()).map(run).collect();
-        match runs {
-            Ok(mut runs) => {
-                let exact = runs.remove(0);
-                let floors = floors(&exact, &runs, self.rows.len());
-                Ok(Ok((exact, floors)))
-            }
-            Err(ReplayError::Weights(e)) => Err(VerifyError::Reference(format!("{name}: {e}"))),
-            Err(e) => Ok(Err(Unjudged::NoData(e.to_string()))),
-        }
+        Ok(self.floored(name, run)?.remove(0))
     }
 
     /// The reference's partial sums of every rank and their floors, for points that ranks add up.
@@ -200,58 +197,60 @@ impl Judge<'_> {
         place: Place,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
         tp: usize,
-    ) -> Result<Result<Vec<Floored>, Unjudged>, VerifyError> {
+    ) -> Result<Vec<Floored>, Unjudged> {
         let name = &place.to_string();
         let split = ExpertSplit::Tensor;
-        let run = |arith: Arith| -> Result<Vec<Vec<f64>>, ReplayError> {
-            let ranks = partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split)?;
-            Ok(ranks.into_iter().map(|a| a.into_iter().collect()).collect())
-        };
-        let runs: Result<Vec<Vec<Vec<f64>>>, ReplayError> =
-            std::iter::once(Arith::Exact).chain(self.orders.iter().copied()).map(run).collect();
-        let mut runs = match runs {
-            Ok(runs) => runs,
-            Err(ReplayError::Weights(e)) => return Err(VerifyError::Reference(format!("{name}: {e}"))),
-            Err(e) => return Ok(Err(Unjudged::NoData(e.to_string()))),
-        };
-        let exact = runs.remove(0);
-        let of_rank = |rank: usize| {
-            let runs: Vec<Vec<f64>> = runs.iter().map(|r| r[rank].clone()).collect();
-            (exact[rank].clone(), floors(&exact[rank], &runs, self.rows.len()))
-        };
-        Ok(Ok((0..tp).map(of_rank).collect()))
+        let run = |arith| partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split);
+        self.floored(name, run)
     }
 
-    /// The target's values at the judged rows, `[rows][width]`, cut to the reference's width (a padded vocabulary).
-    pub fn target_rows(&self, captured: &Captured, width: usize) -> Option<Vec<f64>> {
-        let (values, stride) = (captured.as_f32(), captured.row_len());
+    /// Every array that `run` gives in f64, with its floors from the runs in the recipe's orders.
+    fn floored(
+        &self,
+        name: &str,
+        run: impl Fn(Arith) -> Result<Vec<ArrayD<f64>>, ReplayError>,
+    ) -> Result<Vec<Floored>, Unjudged> {
+        let run = |arith| match run(arith) {
+            Ok(arrays) => Ok(arrays.into_iter().map(|a| a.into_iter().collect()).collect()),
+            Err(ReplayError::Weights(e)) => Err(VerifyError::Reference(format!("{name}: {e}")).into()),
+            Err(e) => Err(Unjudged::NoData(e.to_string())),
+        };
+        let exact: Vec<Vec<f64>> = run(Arith::Exact)?;
+        let runs: Vec<Vec<Vec<f64>>> = self.orders.iter().map(|arith| run(*arith)).collect::<Result<_, _>>()?;
+        let floored = |(at, exact): (usize, Vec<f64>)| {
+            let runs: Vec<&[f64]> = runs.iter().map(|arrays| arrays[at].as_slice()).collect();
+            let floors = floors(&exact, &runs, self.rows.len());
+            (exact, floors)
+        };
+        Ok(exact.into_iter().enumerate().map(floored).collect())
+    }
+
+    /// Puts target and reference side by side at the judged rows; the target's are cut to the reference's width.
+    ///
+    /// # Errors
+    /// [`Unjudged::WrongShape`].
+    pub fn measured(&self, found: &Captured, reference: Vec<f64>, sigma: Vec<f64>) -> Result<Measured, Unjudged> {
+        let (values, stride, width) = (found.as_f32(), found.row_len(), reference.len() / self.rows.len().max(1));
         // Only a padded vocabulary may be wider than the reference's row.
-        let fits = stride == width || (captured.place == Place::LOGITS && stride > width);
-        if !fits || self.rows.iter().any(|r| *r >= captured.rows) {
-            return None;
+        let fits = stride == width || (found.place == Place::LOGITS && stride > width);
+        if !fits || self.rows.iter().any(|r| *r >= found.rows) {
+            let found = format!("found {stride} in {} rows", found.rows);
+            return Err(Unjudged::WrongShape(format!("expected {width} values per row, {found}")));
         }
         let row = |r: &usize| values[r * stride..r * stride + width].iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
-        Some(self.rows.iter().flat_map(row).collect())
-    }
-
-    /// Puts target and reference side by side.
-    pub fn measured(&self, target: Vec<f64>, reference: Vec<f64>, sigma: Vec<f64>) -> Measured {
-        let width = reference.len() / self.rows.len().max(1);
-        Measured { rows: self.rows.to_vec(), width, target, reference, sigma }
+        let target = self.rows.iter().flat_map(row).collect();
+        Ok(Measured { rows: self.rows.to_vec(), width, target, reference, sigma })
     }
 }
 
 /// One floor per row.
-fn floors(exact: &[f64], runs: &[Vec<f64>], rows: usize) -> Vec<f64> {
+fn floors(exact: &[f64], runs: &[&[f64]], rows: usize) -> Vec<f64> {
     let width = exact.len() / rows.max(1);
-    let row = |v: &'_ [f64], i: usize| v[i * width..(i + 1) * width].to_vec();
-    (0..rows)
-        .map(|i| {
-            let runs: Vec<Vec<f64>> = runs.iter().map(|b| row(b, i)).collect();
-            let runs: Vec<&[f64]> = runs.iter().map(Vec::as_slice).collect();
-            sigma(&row(exact, i), &runs)
-        })
-        .collect()
+    let row = |i: usize| {
+        let at = i * width..(i + 1) * width;
+        sigma(&exact[at.clone()], &runs.iter().map(|run| &run[at.clone()]).collect::<Vec<_>>())
+    };
+    (0..rows).map(row).collect()
 }
 
 /// The rank that owns column `j` of a whole row of a sharded point, or `None` for other layouts.
@@ -269,10 +268,7 @@ pub fn classes(trace: &Trace, places: &[Place]) -> Vec<Vec<usize>> {
     let replicated: Vec<&[Captured]> = replicated.filter_map(|place| trace.ranks(*place)).collect();
     for rank in 0..trace.tp {
         let same = |class: &&mut Vec<usize>| {
-            replicated.iter().all(|ranks| {
-                let (a, b) = (&ranks[class[0]], &ranks[rank]);
-                bits_equal(a, b)
-            })
+            replicated.iter().all(|ranks| same_bits(&ranks[class[0]].values, &ranks[rank].values))
         };
         match classes.iter_mut().find(same) {
             Some(class) => class.push(rank),
@@ -280,13 +276,4 @@ pub fn classes(trace: &Trace, places: &[Place]) -> Vec<Vec<usize>> {
         }
     }
     classes
-}
-
-fn bits_equal(a: &Captured, b: &Captured) -> bool {
-    use crate::probe::Values::{F32, I32};
-    match (&a.values, &b.values) {
-        (F32(a), F32(b)) => a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits()),
-        (I32(a), I32(b)) => a == b,
-        _ => false,
-    }
 }

@@ -67,11 +67,10 @@ impl Subject {
 /// # Errors
 /// Failures of the engine.
 pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), EngineError> {
-    run_prompt_with(engine, ids, false, &|| Box::new(Capture::new(filter.clone())))
+    run_prompt_with(engine, ids, false, filter)
 }
 
-/// As [`run_prompt`], with a listener of the caller's on every rank, and if wanted through the program as it is written,
-/// without fusing.
+/// As [`run_prompt`], if wanted through the program as it is written, without fusing.
 ///
 /// # Errors
 /// Failures of the engine.
@@ -79,14 +78,14 @@ pub fn run_prompt_with(
     engine: &mut Engine,
     ids: &[u32],
     expanded: bool,
-    listen: &dyn Fn() -> Box<dyn Probe>,
+    filter: Filter,
 ) -> Result<(Trace, Vec<f32>), EngineError> {
     let mut table = Vec::new();
     engine.pool().reserve(&mut table, ids.len())?;
     let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
     let logits = (0..ids.len() as u32).collect();
     let batch = Batch { tokens, tables: vec![table.clone()], logits, expanded, ..Batch::default() };
-    let probes = (0..engine.tp()).map(|_| listen()).collect();
+    let probes = (0..engine.tp()).map(|_| Box::new(Capture::new(filter.clone())) as Box<dyn Probe>).collect();
     let output = engine.step(batch, probes);
     engine.pool().release(&mut table);
     let output = output?;

@@ -35,14 +35,10 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let mut checks = Vec::new();
     let sides = [Some(checkpoint), subject.baseline.as_deref()];
     let json = sides.into_iter().flatten().find_map(tokenizer_json);
-    let other = match json.as_ref().map(|(_, text)| JsonTokenizer::new(text)) {
-        Some(Ok(other)) => Some(other),
-        Some(Err(e)) => {
-            checks.push(Check::new("tokenizer.json", Verdict::Unmeasured, format!("it cannot be run: {e}")));
-            None
-        }
-        None => None,
-    };
+    let other = json.as_ref().and_then(|(_, text)| {
+        let unread = |e: String| Check::new("tokenizer.json", Verdict::Unmeasured, format!("it cannot be run: {e}"));
+        JsonTokenizer::new(text).inspect_err(|e| checks.push(unread(e.to_string()))).ok()
+    });
     let facts = spec.checks(Some(checkpoint.config().vocab), other.as_ref());
     checks.extend(facts.into_iter().map(|f| Check::exact(f.name, f.ok, f.detail)));
     if let Some(baseline) = subject.baseline.as_deref().filter(|b| has_tokenizer(b)) {

@@ -32,15 +32,11 @@ fn with(setting: Setting, c: &RefConfig) -> RefConfig {
 
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let settings = SETTINGS.into_iter().filter(|s| makes(*s, op.place.point) && s.differs(op.model));
-    let one = |setting: Setting| Hypothesis {
-        kind: FAULT.kind,
-        site: setting.to_string(),
-        statement: format!("the operation runs with {setting}, which is not what the file states"),
-        overturn: "print the engine's setting; if it is the file's, the setting was not at fault".into(),
-        ranks: op.ranks.clone(),
-        also: Vec::new(),
-        reads: None,
-        alter: Alter::Config(Box::new(with(setting, op.config))),
+    let one = |setting: Setting| {
+        let statement = format!("the operation runs with {setting}, which is not what the file states");
+        let overturn = "print the engine's setting; if it is the file's, the setting was not at fault";
+        let alter = Alter::Config(Box::new(with(setting, op.judge.config)));
+        Hypothesis { site: setting.to_string(), ..op.hypothesis(FAULT.kind, statement, overturn, alter) }
     };
     settings.map(one).collect()
 }

@@ -10,20 +10,13 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     if op.place.point != Point::Latent || op.judge.options.dense {
         return Vec::new();
     }
-    vec![Hypothesis {
-        kind: FAULT.kind,
-        site: op.place.to_string(),
-        statement: format!(
-            "every visible key is attended to: exact up to {} tokens, wrong beyond; the indexer's choice is not used",
-            op.config.top_k
+    let top_k = op.judge.config.top_k;
+    vec![op.hypothesis(
+        FAULT.kind,
+        format!(
+            "every visible key is attended to: exact up to {top_k} tokens, wrong beyond; the indexer's choice is not used"
         ),
-        overturn: format!(
-            "run at most {} tokens: if the operation diverges there too, the choice is not at fault",
-            op.config.top_k
-        ),
-        ranks: op.ranks.clone(),
-        also: Vec::new(),
-        reads: None,
-        alter: Alter::Options(Options { dense: true, ..op.judge.options }),
-    }]
+        format!("run at most {top_k} tokens: if the operation diverges there too, the choice is not at fault"),
+        Alter::Options(Options { dense: true, ..op.judge.options }),
+    )]
 }

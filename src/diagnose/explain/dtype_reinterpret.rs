@@ -7,7 +7,7 @@ use std::sync::Arc;
 use lockstep_reference::ndarray::{Array1, Array2, Array3};
 use lockstep_reference::{Param, RawTensor, weights};
 
-use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, on_ranks, value_of};
+use crate::diagnose::hypothesis::{Hypothesis, Misread, OpContext};
 use crate::faults::dtype_reinterpret::{FAULT, reread};
 use crate::quant::{QuantType, TypeId, dequantise, lookup};
 use crate::verify::altered::{Key, Value};
@@ -16,42 +16,29 @@ use crate::verify::altered::{Key, Value};
 const PLAIN: [QuantType; 3] = [QuantType::BF16, QuantType::F16, QuantType::F32];
 
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
+    let overturn = "dequantise the tensor on load; if the operation still diverges, the type was not at fault";
     let mut all = Vec::new();
     for (layer, param) in op.params() {
-        let Ok(Some((name, tensor))) = weights::file_tensor(op.raw, op.config, layer, param, None) else {
-            continue;
-        };
+        let Some((name, tensor)) = tensor_of(op, layer, param) else { continue };
         let TypeId::Known(info) = lookup(tensor.type_id) else { continue };
         if info.quant.is_none_or(QuantType::is_plain) {
             continue;
         }
         for ty in PLAIN {
             for ranks in op.scopes() {
-                let scope = ranks.clone();
-                let change = move |rank, key: Key| {
-                    if (key.0, key.1) != (layer, param) {
-                        return Ok(None);
-                    }
-                    let base = value_of(op.weights, key)?;
-                    let Some(misread) = misread(op, layer, param, key.2, ty, &base) else { return Ok(None) };
-                    on_ranks(&|r| op.placement(param, r), &scope, rank, key, &base, misread).map(Some)
-                };
-                all.push(Hypothesis {
-                    kind: FAULT.kind,
-                    site: op.tensor(layer, param),
-                    statement: format!("the {} bytes of {name} are read as plain {ty}", info.name),
-                    overturn:
-                        "dequantise the tensor on load; if the operation still diverges, the type was not at fault"
-                            .into(),
-                    ranks,
-                    also: Vec::new(),
-                    reads: Some((param, Box::new(move || reread_tensor(op, layer, param, ty)))),
-                    alter: Alter::Weights(Box::new(change)),
-                });
+                let alter = op.altering((layer, param), ranks.clone(), move |key, base| misread(op, key, ty, base));
+                let statement = format!("the {} bytes of {name} are read as plain {ty}", info.name);
+                let (site, reread) = (op.tensor(layer, param), move || reread_tensor(op, layer, param, ty));
+                let reads: Option<(_, Misread<'a>)> = Some((param, Box::new(reread)));
+                all.push(Hypothesis { site, ranks, reads, ..op.hypothesis(FAULT.kind, statement, overturn, alter) });
             }
         }
     }
     all
+}
+
+fn tensor_of<'a>(op: &'a OpContext<'a>, layer: Option<usize>, param: Param) -> Option<(String, RawTensor<'a>)> {
+    weights::file_tensor(op.raw, op.judge.config, layer, param, None).ok()?
 }
 
 /// The whole tensor as the misreading takes it.
@@ -61,21 +48,14 @@ fn reread_tensor<'a>(
     param: Param,
     ty: QuantType,
 ) -> Option<RawTensor<'a>> {
-    let (_, tensor) = weights::file_tensor(op.raw, op.config, layer, param, None).ok()??;
+    let (_, tensor) = tensor_of(op, layer, param)?;
     let bytes = Cow::Owned(reread(&tensor.bytes, ty, tensor.ne.iter().product()));
     Some(RawTensor { type_id: ty.info().id, ne: tensor.ne, bytes })
 }
 
 /// A parameter (or one expert, one row of the embedding) as the misreading sees it.
-fn misread(
-    op: &OpContext<'_>,
-    layer: Option<usize>,
-    param: Param,
-    index: Option<usize>,
-    ty: QuantType,
-    base: &Value,
-) -> Option<Value> {
-    let (_, tensor) = weights::file_tensor(op.raw, op.config, layer, param, None).ok()??;
+fn misread(op: &OpContext<'_>, (layer, param, index): Key, ty: QuantType, base: &Value) -> Option<Value> {
+    let (_, tensor) = tensor_of(op, layer, param)?;
     let count: usize = tensor.ne.iter().product();
     let one = match base {
         Value::Vector(v) => v.len(),

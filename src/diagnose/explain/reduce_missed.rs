@@ -10,17 +10,12 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     if tp == 1 || !op.place.point.is_reduced() {
         return Vec::new();
     }
-    let lost = |rank: usize| Hypothesis {
-        kind: FAULT.kind,
-        site: op.place.to_string(),
-        statement: format!("the sum of all ranks' partial sums but rank {rank}'s: its contribution is lost"),
-        overturn: format!(
-            "add rank {rank}'s partial sum by hand; if the operation still diverges, the reduction was not at fault"
-        ),
-        ranks: vec![rank],
-        also: Vec::new(),
-        reads: None,
-        alter: Alter::Missing(vec![rank]),
+    let lost = |rank: usize| {
+        let statement = format!("the sum of all ranks' partial sums but rank {rank}'s: its contribution is lost");
+        let by_hand = format!("add rank {rank}'s partial sum by hand");
+        let overturn = format!("{by_hand}; if the operation still diverges, the reduction was not at fault");
+        let alter = Alter::Missing(vec![rank]);
+        Hypothesis { ranks: vec![rank], ..op.hypothesis(FAULT.kind, statement, overturn, alter) }
     };
     (0..tp).map(lost).collect()
 }

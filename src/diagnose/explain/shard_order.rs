@@ -13,31 +13,29 @@ use crate::model::Point;
 use crate::shard::Group;
 use crate::verify::altered::{Key, Value};
 
-/// Parts of a fused group as the reference knows them.
-fn parts(op: &OpContext<'_>) -> Option<(Group, Vec<Param>)> {
-    let layer = op.place.layer()?;
-    let full = op.config.index_full.get(layer).copied().unwrap_or(false);
-    let moe = op.config.is_moe(layer);
-    Some(match op.place.point {
+/// The fused groups that the operation multiplies with, and their parts as the reference knows them.
+fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {
+    let config = op.judge.config;
+    let full = config.index_full.get(layer).copied().unwrap_or(false);
+    match op.place.point {
         Point::QA | Point::KvA | Point::IndexK | Point::IndexWeights if full => {
-            (Group::QkvA, vec![Param::QA, Param::KvA, Param::IndexK, Param::IndexProj])
+            vec![(Group::QkvA, vec![Param::QA, Param::KvA, Param::IndexK, Param::IndexProj])]
         }
-        Point::QA | Point::KvA => (Group::QkvA, vec![Param::QA, Param::KvA]),
-        Point::QRaw | Point::IndexQ if full => (Group::QB, vec![Param::QB, Param::IndexQB]),
-        Point::Hidden if !moe => (Group::GateUp, vec![Param::Gate, Param::Up]),
-        _ => return None,
-    })
+        Point::QA | Point::KvA => vec![(Group::QkvA, vec![Param::QA, Param::KvA])],
+        Point::QRaw | Point::IndexQ if full => vec![(Group::QB, vec![Param::QB, Param::IndexQB])],
+        Point::Hidden if config.is_moe(layer) => vec![
+            (Group::GateUpExps, vec![Param::GateExps, Param::UpExps]),
+            (Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]),
+        ],
+        Point::Hidden => vec![(Group::GateUp, vec![Param::Gate, Param::Up])],
+        _ => Vec::new(),
+    }
 }
 
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let Some(layer) = op.place.layer() else { return Vec::new() };
-    let mut groups: Vec<(Group, Vec<Param>)> = parts(op).into_iter().collect();
-    if op.place.point == Point::Hidden && op.config.is_moe(layer) {
-        groups.push((Group::GateUpExps, vec![Param::GateExps, Param::UpExps]));
-        groups.push((Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]));
-    }
     let mut all = Vec::new();
-    for (group, canonical) in groups {
+    for (group, canonical) in groups(op, layer) {
         for order in permutations(canonical.len()) {
             let found: Vec<&str> = order.iter().map(|i| name(canonical[*i])).collect();
             let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
@@ -46,16 +44,11 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
                 Some(at) if key.0 == op.place.layer() => misjoined(op, &parts, &order, at, rank, &scope, key).map(Some),
                 _ => Ok(None),
             };
-            all.push(Hypothesis {
-                kind: FAULT.kind,
-                site: Site::Group(group, layer).to_string(),
-                statement: format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", ")),
-                overturn: "load the parts unfused: if the operation still diverges, their order is not at fault".into(),
-                ranks: op.ranks.clone(),
-                also: siblings(group),
-                reads: None,
-                alter: Alter::Weights(Box::new(change)),
-            });
+            let statement = format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", "));
+            let overturn = "load the parts unfused: if the operation still diverges, their order is not at fault";
+            let (site, also) = (Site::Group(group, layer).to_string(), siblings(group));
+            let alter = Alter::Weights(Box::new(change));
+            all.push(Hypothesis { site, also, ..op.hypothesis(FAULT.kind, statement, overturn, alter) });
         }
     }
     all
@@ -106,7 +99,7 @@ fn misjoined(
     key: Key,
 ) -> Result<Value, RefError> {
     let mut local: Vec<Arc<Array2<f32>>> = Vec::new();
-    let whole = |p: Param| match value_of(op.weights, (key.0, p, key.2))? {
+    let whole = |p: Param| match value_of(op.judge.weights, (key.0, p, key.2))? {
         Value::Matrix(m) => Ok(m),
         _ => Err(RefError::tensor(name(p).to_string(), "a matrix".to_string(), "another form".to_string())),
     };

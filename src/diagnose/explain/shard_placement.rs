@@ -1,12 +1,9 @@
 //! SHARD_PLACEMENT: ranks hold and use rank 0's range of a parameter instead of their own.
 
-use std::sync::Arc;
-
 use lockstep_reference::Param;
-use lockstep_reference::ndarray::{Axis, Slice as NdSlice};
 use lockstep_reference::slice::Placement;
 
-use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, value_of};
+use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, part, value_of};
 use crate::faults::shard_placement::FAULT;
 use crate::verify::altered::{Key, Value};
 
@@ -43,16 +40,10 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             };
             let names: Vec<String> = set.iter().map(|(l, p)| op.tensor(*l, *p)).collect();
             let who = if affected.len() + 1 == tp { "every rank".into() } else { format!("rank {affected:?}") };
-            all.push(Hypothesis {
-                kind: FAULT.kind,
-                site: names.join(" + "),
-                statement: format!("{who} uses rank 0's range of {}", names.join(" and ")),
-                overturn: "run at --tp 1: if the operation diverges there too, placement is not at fault".into(),
-                ranks: affected,
-                also: Vec::new(),
-                reads: None,
-                alter: Alter::Weights(Box::new(change)),
-            });
+            let statement = format!("{who} uses rank 0's range of {}", names.join(" and "));
+            let overturn = "run at --tp 1: if the operation diverges there too, placement is not at fault";
+            let (site, alter) = (names.join(" + "), Alter::Weights(Box::new(change)));
+            all.push(Hypothesis { site, ranks: affected, ..op.hypothesis(FAULT.kind, statement, overturn, alter) });
         }
     }
     all
@@ -60,7 +51,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
 
 /// The parameter as it acts when `ranks` use rank 0's range.
 fn displaced(op: &OpContext<'_>, key: Key, ranks: &[usize]) -> Result<Value, lockstep_reference::RefError> {
-    let base = value_of(op.weights, key)?;
+    let base = value_of(op.judge.weights, key)?;
     if key.1 == Param::Embed {
         // Every rank answers for the ids of its range, and the answers are added.
         let (id, mut answers) = (key.2.unwrap_or(0), 0.0);
@@ -70,28 +61,14 @@ fn displaced(op: &OpContext<'_>, key: Key, ranks: &[usize]) -> Result<Value, loc
                 answers += f32::from(u8::from(rows.contains(&id)));
             }
         }
-        return Ok(match base {
-            Value::Vector(v) => Value::Vector(Arc::new(v.mapv(|x| x * answers))),
-            other => other,
-        });
+        return Ok(base.map(|x| x * answers));
     }
     let mut out = base.clone();
     for rank in ranks {
-        let (axis, from, to) = match (op.placement(key.1, 0)?, op.placement(key.1, *rank)?) {
-            (Placement::Cols(a), Placement::Cols(b)) => (1, a, b),
-            (Placement::Rows(a), Placement::Rows(b)) | (Placement::Heads(a), Placement::Heads(b)) => (0, a, b),
-            (Placement::Vocab { rows: a, .. }, Placement::Vocab { rows: b, .. }) => (0, a.start..a.start + b.len(), b),
-            _ => continue,
-        };
-        let (from, to) = (NdSlice::from(from), NdSlice::from(to));
-        match (&mut out, &base) {
-            (Value::Matrix(o), Value::Matrix(b)) => {
-                Arc::make_mut(o).slice_axis_mut(Axis(axis), to).assign(&b.slice_axis(Axis(axis), from));
-            }
-            (Value::Heads(o), Value::Heads(b)) => {
-                Arc::make_mut(o).slice_axis_mut(Axis(0), to).assign(&b.slice_axis(Axis(0), from));
-            }
-            _ => {}
+        if let (Some((axis, first)), Some((_, own))) =
+            (part(op.placement(key.1, 0)?), part(op.placement(key.1, *rank)?))
+        {
+            out.copy(axis, own.clone(), &base, first.start..first.start + own.len());
         }
     }
     Ok(out)

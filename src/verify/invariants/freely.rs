@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::Bench;
-use crate::engine::{Engine, Options};
+use crate::engine::Engine;
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Filter, unshard};
@@ -29,33 +29,16 @@ pub struct Free {
     pub logits: Vec<f32>,
 }
 
-impl Free {
-    /// Runs the engine at one rank and the reference.
-    ///
-    /// # Errors
-    /// Failures of either.
-    pub fn measure(subject: &Subject, options: Options, progress: &dyn Progress) -> Result<Self, VerifyError> {
-        let mut engine = subject.engines.engine(&subject.checkpoint, 1, options)?;
-        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
-        drop(engine);
-        let choices = Arc::new(run.choices(0));
-        let whole = whole::measure(
-            &plan(subject, &choices, &whole::recipe(subject.recipe, subject.tp), &|_| false, &[]),
-            progress,
-        )?;
-        Ok(Free { whole, choices, logits: run.logits })
-    }
-}
-
-fn plan<'a>(
-    subject: &'a Subject,
-    choices: &'a Replacements,
-    variants: &'a [whole::Variant],
-    keep: &'a (dyn Fn(Point) -> bool + Sync),
-    rows: &'a [usize],
-) -> whole::Plan<'a> {
+fn measure(
+    subject: &Subject,
+    choices: &Replacements,
+    keep: &(dyn Fn(Point) -> bool + Sync),
+    rows: &[usize],
+    progress: &dyn Progress,
+) -> Result<Whole, VerifyError> {
+    let variants = &whole::recipe(subject.recipe, subject.tp);
     let (checkpoint, ids, attention) = (&*subject.checkpoint, &subject.ids, subject.attention);
-    whole::Plan { checkpoint, ids, attention, choices, variants, keep, rows }
+    whole::measure(&whole::Plan { checkpoint, ids, attention, choices, variants, keep, rows }, progress)
 }
 
 impl Bench<'_> {
@@ -64,8 +47,13 @@ impl Bench<'_> {
         if let Some(floor) = self.floor.get() {
             return Ok(floor);
         }
-        let free = Free::measure(self.subject, *self.engine.options(), self.progress)?;
-        Ok(self.floor.get_or_init(|| free))
+        let subject = self.subject;
+        let mut engine = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
+        let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
+        drop(engine);
+        let choices = Arc::new(run.choices(0));
+        let whole = measure(subject, &choices, &|_| false, &[], self.progress)?;
+        Ok(self.floor.get_or_init(|| Free { whole, choices, logits: run.logits }))
     }
 
     /// Compares the prompt fed in another way with the prompt in one step, both with the baseline's choices. Choices at
@@ -85,34 +73,29 @@ impl Bench<'_> {
     }
 
     /// TP 1 = TP N.
-    pub(super) fn degrees(&mut self) -> Result<(), VerifyError> {
+    pub(super) fn degrees(&mut self) -> Result<Vec<Check>, VerifyError> {
         let tp = self.subject.tp;
         let name = format!("TP 1 = TP {tp}");
         if tp == 1 {
-            self.checks.push(Check::new("TP 1 = TP N", Verdict::NotApplicable, "one rank"));
-            return Ok(());
+            return Ok(vec![Check::new("TP 1 = TP N", Verdict::NotApplicable, "one rank")]);
         }
         let listen = match self.floor() {
             Ok(free) => Listen::Replace(free.choices.clone(), choices()),
             Err(VerifyError::Choice(why)) => {
-                self.checks.push(Check::new(name, Verdict::Divergent, format!("at one rank: {why}")));
-                return Ok(());
+                return Ok(vec![Check::new(name, Verdict::Divergent, format!("at one rank: {why}"))]);
             }
             Err(other) => return Err(other),
         };
         let target = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
-        let mut check = {
-            let free = self.floor()?;
-            let baseline = against(&free.logits, self.vocab());
-            free.whole.compare(&name, &target, &baseline, Some(&free.choices), &[])
-        };
+        let free = self.floor()?;
+        let (whole, chosen, vocab) = (&free.whole, Some(&*free.choices), self.vocab());
+        let mut check = whole.compare(&name, &target, &against(&free.logits, vocab), chosen, &[]);
         if check.verdict == Verdict::Divergent
             && let Some(op) = self.first_bad()?
         {
             check.detail = format!("{op}; {}", check.detail);
         }
-        self.checks.push(check);
-        Ok(())
+        Ok(vec![check])
     }
 
     /// The first op, in the order of the forward pass, whose values at the sampled rows lie outside the floor of whole
@@ -127,10 +110,7 @@ impl Bench<'_> {
         let keep = |point: Point| !point.is_choice() && !matches!(point, Point::IndexScores | Point::Logits);
         let filter: Filter = Arc::new(move |place| keep(place.point));
         let forced = self.floor()?.choices.clone();
-        let whole = whole::measure(
-            &plan(subject, &forced, &whole::recipe(subject.recipe, subject.tp), &keep, &rows),
-            self.progress,
-        )?;
+        let whole = measure(subject, &forced, &keep, &rows, self.progress)?;
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;

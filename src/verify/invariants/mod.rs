@@ -23,8 +23,8 @@ use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
 use crate::report::{Check, Progress, StageReport, Verdict};
 
-/// One part of the stage; it adds its checks.
-type Step<'a> = fn(&mut Bench<'a>) -> Result<(), VerifyError>;
+/// One part of the stage, with its checks.
+type Step<'a> = fn(&mut Bench<'a>) -> Result<Vec<Check>, VerifyError>;
 
 /// Parts of the stage, for the progress line.
 const PARTS: usize = 11;
@@ -51,13 +51,14 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         ("dense", Bench::dense),
         ("ranks", Bench::degrees),
         ("graph", Bench::graph),
-        ("draws", Bench::draws),
+        ("draws", |bench| Ok(vec![draws::check(bench.subject)?])),
     ];
     progress.at("invariants: three runs", 0, PARTS);
-    if bench.repeat()? {
+    let mut checks = vec![bench.repeat()?];
+    if checks[0].verdict == Verdict::Match {
         for (i, (what, step)) in steps.into_iter().enumerate() {
             progress.at(&format!("invariants: {what}"), i + 1, PARTS);
-            step(&mut bench)?;
+            checks.extend(step(&mut bench)?);
         }
     }
     progress.at("invariants", PARTS, PARTS);
@@ -68,10 +69,10 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         subject.attention.name(),
         if bench.exact { "bit by bit, degrees by the noise floor" } else { "by the noise floor" },
     );
-    Ok(StageReport::new("invariants", summary, bench.checks))
+    Ok(StageReport::new("invariants", summary, checks))
 }
 
-/// The engine under test with its plain run, and what was found so far.
+/// The engine under test with its plain run.
 struct Bench<'a> {
     subject: &'a Subject,
     progress: &'a dyn Progress,
@@ -82,7 +83,6 @@ struct Bench<'a> {
     base: Fed,
     /// The floor of whole runs, with the baseline's choices, once something needs it.
     floor: OnceCell<freely::Free>,
-    checks: Vec<Check>,
 }
 
 /// Every place.
@@ -95,7 +95,7 @@ impl<'a> Bench<'a> {
         let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
         let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         let (exact, floor) = (subject.engines.backend().sums_in_one_order(), OnceCell::new());
-        Ok(Bench { subject, progress, engine, exact, base, floor, checks: Vec::new() })
+        Ok(Bench { subject, progress, engine, exact, base, floor })
     }
 
     fn vocab(&self) -> usize {
@@ -106,26 +106,23 @@ impl<'a> Bench<'a> {
         feed(&mut self.engine, of, &Listen::Digests(all()))
     }
 
-    /// Three runs, with and without a listener. False if they differ: nothing can be judged then.
-    fn repeat(&mut self) -> Result<bool, VerifyError> {
+    /// Three runs, with and without a listener. If they differ nothing can be judged.
+    fn repeat(&mut self) -> Result<Check, VerifyError> {
         let (name, ids) = ("three runs bit-equal", &self.subject.ids);
         let points = self.base.ranks.iter().map(|r| r.len()).sum::<usize>();
         if points == 0 {
             let detail = "the engine showed no point of its forward pass; nothing else was judged";
-            self.checks.push(Check::new(name, Verdict::Unmeasured, detail));
-            return Ok(false);
+            return Ok(Check::new(name, Verdict::Unmeasured, detail));
         }
         for _ in 0..2 {
             let again = self.digests(&Feed::whole(ids))?;
             if let Some(parting) = self.base.parts_from(&again, 0..ids.len()) {
                 if parting.what != Difference::Bits {
                     let detail = format!("the runs do not show the same: {parting}; nothing else was judged");
-                    self.checks.push(Check::new(name, Verdict::Unmeasured, detail));
-                    return Ok(false);
+                    return Ok(Check::new(name, Verdict::Unmeasured, detail));
                 }
                 let detail = format!("the same input gives other bits: {parting}; nothing else was judged");
-                self.checks.push(Check::new(name, Verdict::Nondeterministic, detail));
-                return Ok(false);
+                return Ok(Check::new(name, Verdict::Nondeterministic, detail));
             }
         }
         let silent = feed(&mut self.engine, &Feed::whole(ids), &Listen::Off)?;
@@ -136,27 +133,23 @@ impl<'a> Bench<'a> {
                     "the same input gives other logits at token {row}, but only while nobody listens; nothing else was \
                      judged"
                 );
-                self.checks.push(Check::new(name, Verdict::Nondeterministic, detail));
-                return Ok(false);
+                return Ok(Check::new(name, Verdict::Nondeterministic, detail));
             }
         }
-        self.checks.push(Check::exact(name, true, format!("{points} points on {} ranks, all rows", self.subject.tp)));
-        Ok(true)
+        Ok(Check::exact(name, true, format!("{points} points on {} ranks, all rows", self.subject.tp)))
     }
 
     /// Replicated points hold the same bits on every rank.
-    fn replicas(&mut self) -> Result<(), VerifyError> {
+    fn replicas(&mut self) -> Result<Vec<Check>, VerifyError> {
         let name = "replicated on every rank";
         let Some((first, others)) = self.base.ranks.split_first().filter(|(_, others)| !others.is_empty()) else {
-            self.checks.push(Check::new(name, Verdict::NotApplicable, "one rank"));
-            return Ok(());
+            return Ok(vec![Check::new(name, Verdict::NotApplicable, "one rank")]);
         };
         // Both what the first rank holds and what any other holds: "three runs" has seen that all hold the same places.
         let replicated: Vec<_> =
             self.base.places().into_iter().filter(|place| place.point.layout() == Layout::Replicated).collect();
         if replicated.is_empty() {
-            self.checks.push(Check::new(name, Verdict::Unmeasured, "no replicated point was shown"));
-            return Ok(());
+            return Ok(vec![Check::new(name, Verdict::Unmeasured, "no replicated point was shown")]);
         }
         let odd = replicated.iter().find_map(|place| {
             let Some(own) = first.get(place) else { return Some(format!("{place}: rank 0 holds nothing")) };
@@ -164,12 +157,11 @@ impl<'a> Bench<'a> {
             Some(format!("{place}: rank {} differs from rank 0", rank + 1))
         });
         let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated.len()));
-        self.checks.push(Check::exact(name, odd.is_none(), detail));
-        Ok(())
+        Ok(vec![Check::exact(name, odd.is_none(), detail)])
     }
 
     /// Listening changes nothing, and neither does taking fused operations apart.
-    fn dumps(&mut self) -> Result<(), VerifyError> {
+    fn dumps(&mut self) -> Result<Vec<Check>, VerifyError> {
         let whole = Feed::whole(&self.subject.ids);
         let silent = feed(&mut self.engine, &whole, &Listen::Off)?;
         let part = silent.logits_part(&self.base, self.vocab());
@@ -177,7 +169,7 @@ impl<'a> Bench<'a> {
             None => "same bits".into(),
             Some(row) => format!("logits of token {row} change when points are listened to"),
         };
-        self.checks.push(Check::exact("dumps on = off", part.is_none(), detail));
+        let listening = Check::exact("dumps on = off", part.is_none(), detail);
         let name = "fused = composed";
         let composed = Feed { expanded: true, ..whole.clone() };
         let check = if !self.engine.fuses() {
@@ -191,19 +183,17 @@ impl<'a> Bench<'a> {
         } else {
             self.freely(name, &[], |engine, listen| feed(engine, &composed, listen))?
         };
-        self.checks.push(check);
-        Ok(())
+        Ok(vec![listening, check])
     }
 
     /// A recorded step gives the bits that its operations give one by one, as they are run when somebody listens.
-    fn graph(&mut self) -> Result<(), VerifyError> {
+    fn graph(&mut self) -> Result<Vec<Check>, VerifyError> {
         let name = "graph = eager";
         let subject = self.subject;
         // A fresh engine, since replays are counted for the one made last.
         let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
         let Some(before) = subject.engines.backend().replays() else {
-            self.checks.push(Check::new(name, Verdict::NotApplicable, "the device records no steps"));
-            return Ok(());
+            return Ok(vec![Check::new(name, Verdict::NotApplicable, "the device records no steps")]);
         };
         // The first decode step of a shape is run, the second recorded, the rest replayed.
         let tail = (subject.ids.len() / 2).min(12);
@@ -211,46 +201,39 @@ impl<'a> Bench<'a> {
         let replayed = feed(&mut engine, &feeding, &Listen::Off)?;
         let count = subject.engines.backend().replays().unwrap_or(0) - before;
         let eager = feed(&mut engine, &feeding, &Listen::Digests(all()))?;
-        let check = match replayed.logits_part(&eager, self.vocab()) {
+        Ok(vec![match replayed.logits_part(&eager, self.vocab()) {
             Some(row) => Check::exact(name, false, format!("the logits of token {row} differ")),
             None if count == 0 => Check::new(name, Verdict::Inactive, "no step was replayed"),
             None => Check::exact(name, true, format!("{tail} decode steps, {count} of them replayed: same bits")),
-        };
-        self.checks.push(check);
-        Ok(())
+        }])
     }
 
-    fn draws(&mut self) -> Result<(), VerifyError> {
-        self.checks.push(draws::check(self.subject)?);
-        Ok(())
-    }
-
-    fn decode(&mut self) -> Result<(), VerifyError> {
+    fn decode(&mut self) -> Result<Vec<Check>, VerifyError> {
         let decoded = Feed::chunked(&self.subject.ids, vec![1]);
-        self.same("prefill = decode", "DECODE_DEPENDENCE", &decoded)
+        Ok(vec![self.same("prefill = decode", "DECODE_DEPENDENCE", &decoded)?])
     }
 
-    fn chunks(&mut self) -> Result<(), VerifyError> {
+    fn chunks(&mut self) -> Result<Vec<Check>, VerifyError> {
         let top_k = self.engine.config().top_k;
         // A page and one, so that pages fill in the middle of a step; a small prime; and a cut where choosing begins.
         let mut all = vec![vec![PAGE + 1], vec![7], vec![top_k, 5]];
         all.retain(|chunks| chunks[0] < self.subject.ids.len());
         if all.is_empty() {
             let reason = format!("no chunk is shorter than the prompt of {} tokens", self.subject.ids.len());
-            self.checks.push(Check::new("chunked = whole", Verdict::NotApplicable, reason));
+            return Ok(vec![Check::new("chunked = whole", Verdict::NotApplicable, reason)]);
         }
-        for chunks in all {
+        let same = |chunks: Vec<usize>| {
             let name = match chunks[..] {
                 [first, then] => format!("chunked = whole ({first}, then {then} tokens)"),
                 _ => format!("chunked = whole ({} tokens)", chunks[0]),
             };
-            self.same(&name, "CHUNK_DEPENDENCE", &Feed::chunked(&self.subject.ids, chunks))?;
-        }
-        Ok(())
+            self.same(&name, "CHUNK_DEPENDENCE", &Feed::chunked(&self.subject.ids, chunks))
+        };
+        all.into_iter().map(same).collect()
     }
 
     /// Prompts of every length that crosses a boundary: what comes later may not change what came before.
-    fn lengths(&mut self) -> Result<(), VerifyError> {
+    fn lengths(&mut self) -> Result<Vec<Check>, VerifyError> {
         let (ids, top_k) = (&self.subject.ids, self.engine.config().top_k);
         let mut lengths = Vec::new();
         for boundary in [8, PAGE, 2 * PAGE, top_k, 2 * top_k, ids.len()] {
@@ -263,8 +246,7 @@ impl<'a> Bench<'a> {
         if !self.exact {
             // Rows by the floor are what `chunked = whole` has judged; a sweep adds names, which need bits.
             let reason = "the device promises no bits; rows of other lengths are judged as chunks";
-            self.checks.push(Check::new(name, Verdict::NotApplicable, reason));
-            return Ok(());
+            return Ok(vec![Check::new(name, Verdict::NotApplicable, reason)]);
         }
         let mut bad = None;
         for length in &lengths {
@@ -275,24 +257,23 @@ impl<'a> Bench<'a> {
             }
         }
         let detail = bad.clone().unwrap_or_else(|| format!("rows are the same at {lengths:?} tokens"));
-        self.checks.push(Check::exact(name, bad.is_none(), detail));
-        Ok(())
+        Ok(vec![Check::exact(name, bad.is_none(), detail)])
     }
 
     /// Alone, and beside sequences of other lengths in other slots, with scattered pages.
-    fn batch(&mut self) -> Result<(), VerifyError> {
+    fn batch(&mut self) -> Result<Vec<Check>, VerifyError> {
         let ids = &self.subject.ids;
         let (long, short) = neighbours(ids);
         let steps = vec![ids.len() / 2 + 1];
         let last = Feed { before: vec![long.clone(), short.clone()], ..Feed::whole(ids) };
         let middle = Feed { before: vec![short], behind: vec![long], ..Feed::chunked(ids, steps) };
-        self.same("batch 1 = N (last of 3)", "BATCH_DEPENDENCE", &last)?;
-        self.same("batch 1 = N (second of 3, in two steps)", "BATCH_DEPENDENCE", &middle)
+        let last = self.same("batch 1 = N (last of 3)", "BATCH_DEPENDENCE", &last)?;
+        Ok(vec![last, self.same("batch 1 = N (second of 3, in two steps)", "BATCH_DEPENDENCE", &middle)?])
     }
 
     /// The prompt fed in another way gives what it gives alone in one step.
-    fn same(&mut self, name: &str, kind: &str, other: &Feed<'_>) -> Result<(), VerifyError> {
-        let check = if self.exact {
+    fn same(&mut self, name: &str, kind: &str, other: &Feed<'_>) -> Result<Check, VerifyError> {
+        Ok(if self.exact {
             let run = self.digests(other)?;
             let part = run.parts_from(&self.base, 0..self.subject.ids.len());
             let steps = other.cuts();
@@ -307,13 +288,11 @@ impl<'a> Bench<'a> {
                 check.detail = format!("{kind}: {}", check.detail);
             }
             check
-        };
-        self.checks.push(check);
-        Ok(())
+        })
     }
 
     /// Sparse attention is dense attention while every key is chosen, and something else afterwards.
-    fn dense(&mut self) -> Result<(), VerifyError> {
+    fn dense(&mut self) -> Result<Vec<Check>, VerifyError> {
         let (subject, top_k) = (self.subject, self.engine.config().top_k);
         let other = match subject.attention {
             Attention::Dsa => Attention::Dense,
@@ -324,7 +303,7 @@ impl<'a> Bench<'a> {
         let short = subject.ids.len().min(top_k);
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
-        let check = if self.exact {
+        let short = if self.exact {
             let bad = shared(&run).parts_from(&shared(&self.base), 0..short);
             let detail = bad.map_or(format!("same bits at all {short} tokens"), |p| format!("other bits: {p}"));
             Check::exact(name, bad.is_none(), detail)
@@ -334,9 +313,8 @@ impl<'a> Bench<'a> {
             let keys: Vec<Place> = (0..engine.config().layers).map(|l| Place::trunk(l, Point::IndexTopk)).collect();
             self.freely(name, &keys, |_, listen| feed(&mut engine, &Feed::whole(first), listen))?
         };
-        self.checks.push(check);
         let name = "sparse attention is active";
-        let check = if engine.config().context <= top_k {
+        let active = if engine.config().context <= top_k {
             let reason = format!("the context of {} tokens never exceeds top-k {top_k}", engine.config().context);
             Check::new(name, Verdict::NotApplicable, reason)
         } else if subject.ids.len() <= top_k {
@@ -362,8 +340,7 @@ impl<'a> Bench<'a> {
                 ),
             }
         };
-        self.checks.push(check);
-        Ok(())
+        Ok(vec![short, active])
     }
 }
 

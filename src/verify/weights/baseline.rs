@@ -85,16 +85,19 @@ pub(super) fn compare(
     let raw = Raw(other.source());
     let baseline = Oracle::new(&raw)?;
     let c = subject.checkpoint.config();
-    let both = |p: &Param| subject.checkpoint.binding(*p).is_some() && other.binding(*p).is_some();
     let wanted = |p: &Param| subject.wants_layer(p.layer);
-    let typed = |p: &Param| file_type(&subject.checkpoint, *p).is_some() && file_type(other, *p).is_some();
-    let (all, left_out): (Vec<Param>, Vec<Param>) =
-        params::of_trunk(c).into_iter().chain(params::of_mtp(c)).filter(wanted).partition(|p| both(p) && typed(p));
+    let (mut all, mut left_out) = (Vec::new(), Vec::new());
+    for param in params::of_trunk(c).into_iter().chain(params::of_mtp(c)).filter(wanted) {
+        match (file_type(&subject.checkpoint, param), file_type(other, param)) {
+            (Some(ty), Some(theirs)) => all.push((param, ty, theirs)),
+            _ => left_out.push(param),
+        }
+    }
     let fits = |p: &Param| {
         let name = reference_of(p.kind);
         shape(&target.config, name) == shape(&baseline.config, name) && target.config.experts == baseline.config.experts
     };
-    let misfit: Vec<&Param> = all.iter().filter(|p| !fits(p)).collect();
+    let misfit: Vec<&Param> = all.iter().map(|(p, ..)| p).filter(|p| !fits(p)).collect();
     if let Some(first) = misfit.first() {
         let [here, there] = [target, &baseline].map(|model| shape(&model.config, reference_of(first.kind)));
         let detail = format!(
@@ -108,14 +111,11 @@ pub(super) fn compare(
     let done = AtomicUsize::new(0);
     let compared: Vec<Compared> = all
         .par_iter()
-        .map(|param| {
+        .map(|(param, ty, theirs)| {
             let relative = distance(target, &baseline, *param)?;
             progress.at("parameters compared with the baseline", done.fetch_add(1, Ordering::Relaxed) + 1, all.len());
-            let (ty, theirs) = (file_type(&subject.checkpoint, *param), file_type(other, *param));
-            let (Some(ty), Some(theirs)) = (ty, theirs) else { return Ok(None) };
-            Ok(Some(Compared { param: *param, ty, relative, limit: limit(ty, theirs) }))
+            Ok(Compared { param: *param, ty: *ty, relative, limit: limit(*ty, *theirs) })
         })
-        .filter_map(Result::transpose)
         .collect::<Result<_, RefError>>()?;
     if compared.is_empty() {
         let check = Check::new("baseline", Verdict::Unmeasured, "no parameter that both checkpoints hold");

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use lockstep_reference::config::{Eps, RefConfig};
-use lockstep_reference::dequant::block_format;
+use lockstep_reference::dequant::{BlockFormat, block_format};
 use lockstep_reference::names::{self, whole_kv_b};
 use lockstep_reference::slice::{Cut, ExpertSplit, Placement, Split, cut, cut_values, placement};
 use lockstep_reference::weights::{file_tensor, shape};
@@ -34,6 +34,11 @@ pub(super) struct Expected {
 }
 
 impl Expected {
+    /// A part that has all columns.
+    fn whole(bytes: Vec<u8>, row_bytes: usize, cols: usize, placement: Placement, format: &'static str) -> Self {
+        Expected { bytes, row_bytes, own: 0..cols, stored: 0..cols, placement, format }
+    }
+
     /// The part in people's words.
     pub fn part(&self) -> String {
         match &self.placement {
@@ -80,14 +85,6 @@ impl<'a> Oracle<'a> {
         let (c, name) = (&self.config, reference_of(param.kind));
         let split = Split { tp, rank, experts: ExpertSplit::Tensor };
         let cols = shape(c, name).last().copied().unwrap_or(1);
-        let whole = |bytes, row_bytes, placement, format| Expected {
-            bytes,
-            row_bytes,
-            own: 0..cols,
-            stored: 0..cols,
-            placement,
-            format,
-        };
         let tensors = self.tensors(param)?;
         // Whether the engine keeps a small parameter plain is its own choice; that of a large one is not.
         if param.kind.is_plain() && may_be_plain(c, name) {
@@ -96,15 +93,14 @@ impl<'a> Oracle<'a> {
             for (file_name, tensor) in &tensors {
                 bytes.extend(plain(file_name, tensor)?);
             }
-            return Ok(whole(bytes, 4 * cols, placement, "F32"));
+            return Ok(Expected::whole(bytes, 4 * cols, cols, placement, "F32"));
         }
         if tensors.is_empty() {
             return self.of_whole_kv_b(param, split, cols);
         }
-        let mut joined: Option<(Cut, lockstep_reference::dequant::BlockFormat)> = None;
+        let mut joined: Option<(Cut, BlockFormat)> = None;
         for (file_name, tensor) in &tensors {
-            let format = block_format(tensor.type_id)
-                .ok_or_else(|| RefError::Format { name: file_name.clone(), type_id: tensor.type_id })?;
+            let format = format_of(file_name, tensor)?;
             let part = cut(c, name, tensor, split)?;
             match &mut joined {
                 None => joined = Some((part, format)),
@@ -112,7 +108,7 @@ impl<'a> Oracle<'a> {
             }
         }
         let Some((part, format)) = joined else { return Err(RefError::Form { param: name, asked: "tensor" }) };
-        let mut expected = whole(part.bytes, 0, part.placement, format.name);
+        let mut expected = Expected::whole(part.bytes, 0, cols, part.placement, format.name);
         if let (Placement::Cols(range), Some(blocks)) = (&expected.placement, part.covering_blocks) {
             expected.own = range.clone();
             expected.stored = blocks.start * format.values..blocks.end * format.values;
@@ -133,24 +129,18 @@ impl<'a> Oracle<'a> {
             Placement::Heads(range) => range.clone(),
             _ => 0..c.heads,
         };
-        if name == lockstep_reference::Param::VB {
+        if name == RefParam::VB {
             let part = cut_values(c, &tensor, split)?;
-            let format = block_format(tensor.type_id);
+            let format = block_format(tensor.type_id).map_or("?", |f| f.name);
             let rows = range(&part.placement).len() * c.value;
-            return Ok(Expected {
-                row_bytes: part.bytes.len() / rows.max(1),
-                bytes: part.bytes,
-                own: 0..cols,
-                stored: 0..cols,
-                placement: part.placement,
-                format: format.map_or("?", |f| f.name),
-            });
+            let row_bytes = part.bytes.len() / rows.max(1);
+            return Ok(Expected::whole(part.bytes, row_bytes, cols, part.placement, format));
         }
         let placement = placement(c, name, split)?;
         let heads = self.weights.heads(Some(layer), name)?;
         let part = heads.slice(ndarray::s![range(&placement), .., ..]);
         let bytes = part.iter().flat_map(|v| v.to_le_bytes()).collect();
-        Ok(Expected { bytes, row_bytes: 4 * cols, own: 0..cols, stored: 0..cols, placement, format: "F32" })
+        Ok(Expected::whole(bytes, 4 * cols, cols, placement, "F32"))
     }
 
     /// The file's tensors of a parameter: one, or one per expert; none where `kv_b` is whole.
@@ -191,10 +181,13 @@ pub(super) fn is_expert_stack(param: RefParam) -> bool {
     matches!(param, RefParam::GateExps | RefParam::UpExps | RefParam::DownExps)
 }
 
+fn format_of(name: &str, tensor: &RawTensor<'_>) -> Result<BlockFormat, RefError> {
+    block_format(tensor.type_id).ok_or_else(|| RefError::Format { name: name.to_string(), type_id: tensor.type_id })
+}
+
 /// A tensor's values as little-endian f32, by the reference's dequantiser.
 fn plain(name: &str, tensor: &RawTensor<'_>) -> Result<Vec<u8>, RefError> {
-    let format = block_format(tensor.type_id)
-        .ok_or_else(|| RefError::Format { name: name.to_string(), type_id: tensor.type_id })?;
+    let format = format_of(name, tensor)?;
     let values = format.decode(&tensor.bytes).ok_or_else(|| RefError::Tensor {
         name: name.to_string(),
         expected: format!("whole {} blocks", format.name),

@@ -1,7 +1,7 @@
 //! What wrong bytes are: another rank's part, another part of the fused group, the whole tensor, the right rows in the
 //! wrong order, nothing at all. The name is only given when the bytes are exactly that.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use lockstep_reference::RefError;
 
@@ -92,13 +92,11 @@ fn rows_elsewhere(expected: &Expected, found: &[u8], file: &[u8]) -> Option<(&'s
 }
 
 fn bytes_differ(expected: &Expected, found: &[u8], place: &str) -> (&'static str, String) {
-    let differ = |(_, (a, b)): &(usize, (&u8, &u8))| a != b;
-    let pairs = || expected.bytes.iter().zip(found).enumerate();
-    let count = pairs().filter(|p| differ(p)).count();
-    let rows: std::collections::BTreeSet<usize> =
-        pairs().filter(|p| differ(p)).map(|(i, _)| i / expected.row_bytes.max(1)).collect();
-    let first = pairs().find(|p| differ(p)).map_or(String::new(), |(i, (a, b))| {
-        let (row, byte) = (i / expected.row_bytes.max(1), i % expected.row_bytes.max(1));
+    let differ = || expected.bytes.iter().zip(found).enumerate().filter(|(_, (a, b))| a != b);
+    let (count, row_bytes) = (differ().count(), expected.row_bytes.max(1));
+    let rows: BTreeSet<usize> = differ().map(|(i, _)| i / row_bytes).collect();
+    let first = differ().next().map_or(String::new(), |(i, (a, b))| {
+        let (row, byte) = (i / row_bytes, i % row_bytes);
         format!("the first is byte {byte} of row {row} ({}): expected {a:#04x}, found {b:#04x}", expected.format)
     });
     let all = expected.bytes.len();

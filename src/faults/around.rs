@@ -37,6 +37,7 @@ pub(super) struct Faults {
 }
 
 impl Faults {
+    /// The faults of a rank, by the place of the calls that they hit.
     pub(super) fn new(ops: Vec<(Place, OpFault)>) -> Self {
         Faults { ops, sample: None }
     }

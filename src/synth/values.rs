@@ -200,6 +200,7 @@ pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     #[inline]
+    /// The next 64 random bits.
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -20,9 +20,11 @@ pub type CpuBuf = Table<f32>;
 pub type CpuIndex = Table<i32>;
 
 impl<T> Table<T> {
+    /// Row `t`.
     pub(super) fn row(&self, t: usize) -> &[T] {
         &self.data[t * self.width..(t + 1) * self.width]
     }
+    /// Row `t`, to be written.
     pub(super) fn row_mut(&mut self, t: usize) -> &mut [T] {
         &mut self.data[t * self.width..(t + 1) * self.width]
     }

@@ -41,6 +41,7 @@ fn covered(
 }
 
 impl CpuDevice {
+    /// Runs a call over the rows of the step that it is for.
     pub(super) fn call(&mut self, call: &Call, shape: StepShape) -> Result<(), DeviceError> {
         let n = shape.rows(call.rows);
         let done = match call.op {

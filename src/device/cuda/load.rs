@@ -9,6 +9,7 @@ use super::{CudaDevice, Done};
 use crate::device::{Columns, DeviceError, PartSpec, Piece, WeightId};
 
 impl CudaDevice {
+    /// Brings one part of a parameter to the GPU and compares it there with what came.
     pub(super) fn upload(&self, spec: PartSpec<'_>) -> Result<Part, DeviceError> {
         let Some(first) = spec.stack.first() else {
             return Err(self.error("a parameter without matrices"));
@@ -70,6 +71,7 @@ impl CudaDevice {
         }
     }
 
+    /// The bytes of a part in the file's layout, and its columns.
     pub(super) fn unload(&self, weight: WeightId, part: usize) -> Result<(Vec<u8>, Columns), DeviceError> {
         let held = self.weights.get(weight.0).and_then(|w| w.parts.get(part));
         let part = held.ok_or_else(|| self.error(format!("no part {part} of parameter {}", weight.0)))?;

@@ -304,7 +304,7 @@ impl Device for CudaDevice {
             Op::Rope { x, base } => self.rotate(x, base, n),
             Op::Scale { x, factor } => self.scale(x, factor, n),
             Op::Copy { x, out } => self.copy(x, out, n),
-            Op::GatherRows { x, out } => self.take_rows(x, out, n),
+            Op::GatherRows { x, out } => self.gather_rows(x, out, n),
             Op::Add { x, y } => self.add(x, y, n),
             Op::AddNorm { x, y, w, eps, out } => self.add_norm(x, y, w, eps, out, n),
             Op::Append { x, cache, layer } => self.append(x, cache, layer, n),

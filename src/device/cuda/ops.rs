@@ -14,6 +14,7 @@ use crate::device::{BufId, CacheId, IndexId, Rounding, Router, StepShape, View, 
 const NORM_THREADS: u32 = 512;
 
 impl CudaDevice {
+    /// [`Op::Embed`](crate::device::Op::Embed).
     pub(super) fn embed(&self, table: WeightId, first_row: usize, out: View, n: usize) -> Done {
         let part = &self.weights[table.0].parts[0];
         let (matrix, first, ids, y) = (part.matrix(), first_row as i32, self.inputs()?.tokens().id, self.rows(out));
@@ -31,18 +32,21 @@ impl CudaDevice {
         Ok(())
     }
 
+    /// [`Op::RmsNorm`](crate::device::Op::RmsNorm).
     pub(super) fn rms_norm(&self, x: View, w: BufId, eps: f32, out: View, n: usize) -> Done {
         let ((from, row, width), weights, (to, y_row, _)) = (self.cols(x)?, self.vector(w), self.cols(out)?);
         let args: [&dyn Arg; 7] = [&from, &row, &weights, &eps, &width, &to, &y_row];
         self.launch("norm", None, "rms_norm", geometry::per_row(n, NORM_THREADS), 0, &args)
     }
 
+    /// [`Op::LayerNorm`](crate::device::Op::LayerNorm).
     pub(super) fn layer_norm(&self, x: View, w: BufId, b: BufId, eps: f32, n: usize) -> Done {
         let ((at, row, width), weights, bias) = (self.cols(x)?, self.vector(w), self.vector(b));
         let args: [&dyn Arg; 6] = [&at, &row, &weights, &bias, &eps, &width];
         self.launch("norm", None, "layer_norm", geometry::per_row(n, 128), 0, &args)
     }
 
+    /// [`Op::Rope`](crate::device::Op::Rope).
     pub(super) fn rotate(&self, x: View, base: f64, n: usize) -> Done {
         let table = self.angles(base, x.width, self.inputs()?.positions())?;
         let buf = &self.bufs[x.buf.0];
@@ -52,27 +56,32 @@ impl CudaDevice {
         self.each("rope", values, &[&at, &row, &start, &stride, &width, &count, &table, &tokens, &rows])
     }
 
+    /// [`Op::Scale`](crate::device::Op::Scale).
     pub(super) fn scale(&self, x: View, factor: f32, n: usize) -> Done {
         let ((at, row, width), rows) = (self.cols(x)?, n as i32);
         self.each("scale", n * x.len(), &[&at, &row, &width, &factor, &rows])
     }
 
+    /// [`Op::Copy`](crate::device::Op::Copy).
     pub(super) fn copy(&self, x: View, out: View, n: usize) -> Done {
         let ((from, row, width), (to, y_row, _), rows) = (self.cols(x)?, self.cols(out)?, n as i32);
         self.each("copy", n * x.len(), &[&from, &row, &width, &to, &y_row, &rows])
     }
 
-    pub(super) fn take_rows(&self, x: View, out: View, n: usize) -> Done {
+    /// [`Op::GatherRows`](crate::device::Op::GatherRows).
+    pub(super) fn gather_rows(&self, x: View, out: View, n: usize) -> Done {
         let ((from, row, width), wanted) = (self.cols(x)?, self.inputs()?.rows());
         let ((to, y_row, _), rows) = (self.cols(out)?, n as i32);
         self.each("take_rows", n * x.len(), &[&from, &row, &width, &wanted, &to, &y_row, &rows])
     }
 
+    /// [`Op::Add`](crate::device::Op::Add).
     pub(super) fn add(&self, x: View, y: View, n: usize) -> Done {
         let ((to, row, width), (from, y_row, _), rows) = (self.cols(x)?, self.cols(y)?, n as i32);
         self.each("add", n * x.len(), &[&to, &row, &from, &y_row, &width, &rows])
     }
 
+    /// [`Op::AddNorm`](crate::device::Op::AddNorm), in one kernel.
     pub(super) fn add_norm(&self, x: View, y: View, w: BufId, eps: f32, out: View, n: usize) -> Done {
         let ((sum, row, width), (delta, d_row, _)) = (self.cols(x)?, self.cols(y)?);
         let (weights, (to, y_row, _)) = (self.vector(w), self.cols(out)?);
@@ -80,12 +89,14 @@ impl CudaDevice {
         self.launch("norm", None, "add_rms_norm", geometry::per_row(n, NORM_THREADS), 0, &args)
     }
 
+    /// [`Op::Append`](crate::device::Op::Append).
     pub(super) fn append(&self, x: View, cache: CacheId, layer: usize, n: usize) -> Done {
         let (to, (from, row, width)) = (self.caches[cache.0].layer(layer), self.cols(x)?);
         let (tokens, rows) = (self.inputs()?.tokens(), n as i32);
         self.each("append", n * x.len(), &[&to, &width, &from, &row, &tokens, &rows])
     }
 
+    /// [`Op::IndexTopK`](crate::device::Op::IndexTopK), in two kernels: scores, then the choice.
     pub(super) fn index_top_k(
         &self,
         cache: CacheId,
@@ -128,6 +139,7 @@ impl CudaDevice {
         self.launch("indexer", None, "top_k", geometry::per_row(n, 1024), 0, &args)
     }
 
+    /// [`Op::Attend`](crate::device::Op::Attend), in two kernels: splits of the keys, then their sum.
     pub(super) fn attend(
         &self,
         cache: CacheId,
@@ -182,6 +194,7 @@ impl CudaDevice {
         self.launch("attention", None, "combine", launch, 0, &args)
     }
 
+    /// [`Op::Route`](crate::device::Op::Route).
     pub(super) fn route(
         &self,
         logits: View,
@@ -199,6 +212,7 @@ impl CudaDevice {
         self.launch("router", None, "route", launch, 0, &[&r, &from, &row, &b, &position, &to, &c_row, &chosen])
     }
 
+    /// [`Op::ExpertWeights`](crate::device::Op::ExpertWeights).
     pub(super) fn expert_weights(&self, logits: View, ids: IndexId, router: Router, out: View, n: usize) -> Done {
         let launch = Launch { shared: 4 * router.experts as u32, ..geometry::per_row(n, 256) };
         let (r, (from, row, _), (to, w_row, _)) = (RouterArg::from(&router), self.cols(logits)?, self.cols(out)?);
@@ -206,11 +220,13 @@ impl CudaDevice {
         self.launch("router", None, "expert_weights", launch, 0, &[&r, &from, &row, &chosen, &to, &w_row])
     }
 
+    /// [`Op::SwiGlu`](crate::device::Op::SwiGlu).
     pub(super) fn swiglu(&self, x: View, out: View, n: usize) -> Done {
         let (at, row, _) = self.cols(x)?;
         self.gated(Rows { at, row, group: 0 }, 1, out.len(), out, n)
     }
 
+    /// [`Op::ExpertsHidden`](crate::device::Op::ExpertsHidden).
     pub(super) fn experts_hidden(
         &self,
         w: WeightId,
@@ -246,6 +262,7 @@ impl CudaDevice {
         self.gated(Rows { at: both, row: slots as i64 * pair, group: pair }, slots, width, out, n)
     }
 
+    /// [`Op::ExpertsDown`](crate::device::Op::ExpertsDown).
     pub(super) fn experts_down(
         &self,
         w: WeightId,

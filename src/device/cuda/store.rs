@@ -44,6 +44,7 @@ pub(super) struct CudaCache {
 }
 
 impl CudaCache {
+    /// Address of a layer's first row.
     pub fn layer(&self, layer: usize) -> u64 {
         self.memory.address() + (4 * layer * self.shape.pages * self.shape.page * self.shape.width) as u64
     }
@@ -130,6 +131,7 @@ impl CudaDevice {
         Ok((buf.at(view.start), buf.row(), view.len() as i32))
     }
 
+    /// Copies rows of a view to the host.
     pub(super) fn values(&self, view: View, n: usize) -> Result<Vec<f32>, DeviceError> {
         if !view.is_dense() {
             let all = self.values(covering(view), n)?;
@@ -152,6 +154,7 @@ impl CudaDevice {
         Ok(out)
     }
 
+    /// Copies values over rows of a view.
     pub(super) fn set_values(&self, view: View, n: usize, values: &[f32]) -> Done {
         if !view.is_dense() {
             let mut all = self.values(covering(view), n)?;

@@ -30,6 +30,7 @@ fn with(setting: Setting, c: &RefConfig) -> RefConfig {
     c
 }
 
+/// Every setting that has a part in the operation, at each of its usual values.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let settings = SETTINGS.into_iter().filter(|s| makes(*s, op.place.point) && s.differs(op.model));
     let one = |setting: Setting| {

@@ -6,6 +6,7 @@ use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::faults::dsa_inactive::FAULT;
 use crate::model::Point;
 
+/// Attention over all keys.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     if op.place.point != Point::Latent || op.judge.options.dense {
         return Vec::new();

@@ -15,6 +15,7 @@ use crate::verify::altered::{Key, Value};
 /// The plain types that bytes may be taken for.
 const PLAIN: [QuantType; 3] = [QuantType::BF16, QuantType::F16, QuantType::F32];
 
+/// Each quantised parameter of the operation, read as each plain type.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let overturn = "dequantise the tensor on load; if the operation still diverges, the type was not at fault";
     let mut all = Vec::new();

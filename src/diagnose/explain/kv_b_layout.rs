@@ -9,6 +9,7 @@ use crate::diagnose::hypothesis::{Hypothesis, OpContext};
 use crate::faults::kv_b_layout::FAULT;
 use crate::verify::altered::Value;
 
+/// k_b in the other layout.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let at = (op.place.layer(), Param::KB);
     if !op.params().contains(&at) {

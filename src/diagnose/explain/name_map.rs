@@ -3,6 +3,7 @@
 use crate::diagnose::hypothesis::{Hypothesis, OpContext};
 use crate::faults::name_map::FAULT;
 
+/// Each parameter of the operation, never filled.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let statement = "the parameter was never filled: it holds zeros";
     let overturn = "fill it by hand; if the operation still diverges, the name was not at fault";

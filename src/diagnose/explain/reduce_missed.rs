@@ -5,6 +5,7 @@
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::faults::reduce_missed::FAULT;
 
+/// A sum without each rank's part in turn.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let tp = op.trace.tp;
     if tp == 1 || !op.place.point.is_reduced() {

@@ -32,6 +32,7 @@ fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {
     }
 }
 
+/// Each other order of the parts of the fused group.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let Some(layer) = op.place.layer() else { return Vec::new() };
     let mut all = Vec::new();

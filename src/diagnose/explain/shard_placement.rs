@@ -7,6 +7,7 @@ use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, part, value_of};
 use crate::faults::shard_placement::FAULT;
 use crate::verify::altered::{Key, Value};
 
+/// Rank 0's range of each sharded parameter, alone and together.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let tp = op.trace.tp;
     let sharded: Vec<(Option<usize>, Param)> = op

@@ -13,9 +13,9 @@ use crate::checkpoint::oracle::Raw;
 use crate::model::{Config, Place, Point};
 use crate::probe::Trace;
 use crate::verify::VerifyError;
-use crate::verify::altered::{Key, Value};
 use crate::verify::op::Slices;
-use crate::verify::pairing::reference_of;
+use crate::verify::param_map::reference_of;
+use crate::verify::patched_weights::{Key, Value};
 use crate::verify::replay::{Judge, Unjudged};
 
 /// An operation that diverges, and everything to explain it with.

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use lockstep_reference::{Arith, ModelWeights, Options, RefConfig};
 
 use super::op::{OpFinding, judge_op};
-use super::pairing::recipe_of;
+use super::param_map::recipe_of;
+use super::reference_run::own_eps;
 use super::replay::Judge;
 use super::subject::{points_of, run_prompt, run_prompt_with};
-use super::whole::own_eps;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::Attention;

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use lockstep_reference::{Arith, Eps};
 use ndarray::Array2;
 
-use super::drive::{Fed, Feed, Listen, choices, feed};
+use super::feed::{Fed, Feed, Listen, choices, feed};
 use super::floor::limit;
-use super::whole::{self, Floored, Plan, Variant, Whole, divergence};
+use super::reference_run::{self, Floored, Plan, ReferenceRuns, Variant, divergence};
 use super::{Subject, VerifyError, asks};
 use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;
@@ -225,14 +225,14 @@ fn measure(
     run: &Run,
     choices: &Replacements,
     progress: &dyn Progress,
-) -> Result<Whole, VerifyError> {
-    let mut variants = whole::recipe(subject.recipe, subject.tp);
+) -> Result<ReferenceRuns, VerifyError> {
+    let mut variants = reference_run::recipe(subject.recipe, subject.tp);
     variants.extend([Eps::Hf, Eps::LlamaCpp, Eps::File].map(|eps| Variant { arith: Arith::Exact, eps: Some(eps) }));
     // The eps that the checkpoint implies is the f64 run itself.
-    variants.retain(|v| v.eps != Some(whole::own_eps(&subject.checkpoint)));
+    variants.retain(|v| v.eps != Some(reference_run::own_eps(&subject.checkpoint)));
     let (checkpoint, ids, attention) = (&*subject.checkpoint, &run.ids, run.attention);
     let plan = Plan { checkpoint, ids, attention, choices, variants: &variants, keep: &|_| false, rows: &[] };
-    whole::measure(&plan, progress)
+    reference_run::measure(&plan, progress)
 }
 
 /// The four questions about one run.
@@ -275,14 +275,14 @@ pub(super) fn judge(
         let (ids, attention) = (&run.ids, run.attention);
         let plan =
             Plan { checkpoint: other, ids, attention, choices: &none, variants: &[], keep: &|_| false, rows: &[] };
-        let other_run = whole::measure(&plan, progress)?;
+        let other_run = reference_run::measure(&plan, progress)?;
         checks.push(against(&format!("baseline {}", other.name()), &other_run, &whole, &target));
     }
     Ok(())
 }
 
 /// The largest divergence that any variant has at each row.
-fn limits(whole: &Whole) -> Vec<f64> {
+fn limits(whole: &ReferenceRuns) -> Vec<f64> {
     let worst = |t: usize| whole.kl.iter().filter_map(|kl| kl.get(t)).copied().fold(0.0, f64::max);
     (0..whole.rows()).map(worst).collect()
 }
@@ -297,7 +297,7 @@ fn divergences(exact: &Array2<f64>, target: &[Vec<f64>]) -> Vec<f64> {
     exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
 }
 
-fn kl(name: &str, whole: &Whole, floored: &Floored, target: &[Vec<f64>]) -> Check {
+fn kl(name: &str, whole: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>]) -> Check {
     let rows = target.len().min(whole.rows());
     let found = divergences(&floored.exact, target);
     let limits = limits(whole);
@@ -324,7 +324,7 @@ fn kl(name: &str, whole: &Whole, floored: &Floored, target: &[Vec<f64>]) -> Chec
     );
     let verdict = if rho > limit(rows) {
         Verdict::Divergent
-    } else if (rows as f64) < whole::LEAST_ROWS * whole.rows() as f64 {
+    } else if (rows as f64) < reference_run::LEAST_ROWS * whole.rows() as f64 {
         Verdict::Unmeasured
     } else {
         Verdict::Match
@@ -373,7 +373,7 @@ fn top_one(name: &str, floored: &Floored, logits: &[f32], first: usize, tokens: 
 }
 
 /// For information: another checkpoint's distributions. Quantisation alone moves them, so this never fails.
-fn against(name: &str, other: &Whole, whole: &Whole, target: &[Vec<f64>]) -> Check {
+fn against(name: &str, other: &ReferenceRuns, whole: &ReferenceRuns, target: &[Vec<f64>]) -> Check {
     let Some(floored) = other.logits().filter(|l| target.first().is_some_and(|row| row.len() == l.exact.ncols()))
     else {
         return Check::new(name, Verdict::NotApplicable, "its vocabulary has another size");

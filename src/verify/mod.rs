@@ -2,9 +2,8 @@
 //! fault. One file per stage; each returns a [`StageReport`](crate::report::StageReport).
 
 pub mod activations;
-pub mod altered;
 pub mod asks;
-pub mod drive;
+pub mod feed;
 pub mod file;
 pub mod floor;
 #[cfg(feature = "cuda")]
@@ -14,12 +13,13 @@ pub mod invariants;
 pub mod kernels;
 pub mod logits;
 pub mod op;
-pub mod pairing;
+pub mod param_map;
+pub mod patched_weights;
+pub mod reference_run;
 pub mod replay;
 pub mod subject;
 pub mod tokenizer;
 pub mod weights;
-pub mod whole;
 
 pub use subject::Subject;
 

@@ -2,8 +2,8 @@
 
 use lockstep_reference::{Eps, RefConfig, RefError};
 
-use super::altered::{Altered, Key, Value};
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
+use super::patched_weights::{Key, PatchedWeights, Value};
 use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
@@ -111,7 +111,7 @@ impl Slices {
             let class: Vec<usize> = class.into_iter().filter(|r| only.is_none_or(|ranks| ranks.contains(r))).collect();
             let Some(&first) = class.first() else { continue };
             let of_rank = |key: Key| change(first, key);
-            let weights = Altered::new(judge.weights, &of_rank);
+            let weights = PatchedWeights::new(judge.weights, &of_rank);
             let judge = Judge { weights: &weights, orders: judge.orders.clone(), ..judge };
             let seen = Seen::new(trace, first);
             if layout == Layout::Partial && trace.tp > 1 {

@@ -9,7 +9,7 @@ use lockstep_reference::slice::ExpertSplit;
 use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
-use super::drive::same_bits;
+use super::feed::same_bits;
 use super::floor::{Energy, sigma};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};

@@ -10,7 +10,7 @@ use lockstep_reference::{Param, RawTensor, weights};
 use crate::diagnose::hypothesis::{Hypothesis, Misread, OpContext};
 use crate::faults::dtype_reinterpret::{FAULT, reread};
 use crate::quant::{QuantType, TypeId, dequantise, lookup};
-use crate::verify::altered::{Key, Value};
+use crate::verify::patched_weights::{Key, Value};
 
 /// The plain types that bytes may be taken for.
 const PLAIN: [QuantType; 3] = [QuantType::BF16, QuantType::F16, QuantType::F32];

@@ -7,7 +7,7 @@ use lockstep_reference::ndarray::Array3;
 
 use crate::diagnose::hypothesis::{Hypothesis, OpContext};
 use crate::faults::kv_b_layout::FAULT;
-use crate::verify::altered::Value;
+use crate::verify::patched_weights::Value;
 
 /// k_b in the other layout.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {

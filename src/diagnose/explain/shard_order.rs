@@ -11,7 +11,7 @@ use crate::faults::Site;
 use crate::faults::shard_order::FAULT;
 use crate::model::Point;
 use crate::shard::Group;
-use crate::verify::altered::{Key, Value};
+use crate::verify::patched_weights::{Key, Value};
 
 /// The fused groups that the operation multiplies with, and their parts as the reference knows them.
 fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {

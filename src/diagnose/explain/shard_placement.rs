@@ -5,7 +5,7 @@ use lockstep_reference::slice::Placement;
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, part, value_of};
 use crate::faults::shard_placement::FAULT;
-use crate::verify::altered::{Key, Value};
+use crate::verify::patched_weights::{Key, Value};
 
 /// Rank 0's range of each sharded parameter, alone and together.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {

@@ -7,7 +7,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;
 use crate::model::Config;
 use crate::report::{Check, Verdict};
-use crate::verify::whole::own_eps;
+use crate::verify::reference_run::own_eps;
 
 type Read<T> = Box<dyn Fn(&T) -> String>;
 

@@ -14,15 +14,15 @@ use crate::model::{Place, Point};
 use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Filter, unshard};
 use crate::report::{Check, Progress, Verdict};
-use crate::verify::drive::{Fed, Feed, Listen, choices, feed};
+use crate::verify::feed::{Fed, Feed, Listen, choices, feed};
 use crate::verify::floor;
-use crate::verify::whole::{self, Whole};
+use crate::verify::reference_run::{self, ReferenceRuns};
 use crate::verify::{Subject, VerifyError};
 
 /// The baseline's run and the floor around it.
 pub struct Free {
     /// The reference's runs with the baseline's choices.
-    pub whole: Whole,
+    pub whole: ReferenceRuns,
     /// The baseline's choices.
     pub choices: Arc<Replacements>,
     /// The baseline's logits.
@@ -35,10 +35,10 @@ fn measure(
     keep: &(dyn Fn(Point) -> bool + Sync),
     rows: &[usize],
     progress: &dyn Progress,
-) -> Result<Whole, VerifyError> {
-    let variants = &whole::recipe(subject.recipe, subject.tp);
+) -> Result<ReferenceRuns, VerifyError> {
+    let variants = &reference_run::recipe(subject.recipe, subject.tp);
     let (checkpoint, ids, attention) = (&*subject.checkpoint, &subject.ids, subject.attention);
-    whole::measure(&whole::Plan { checkpoint, ids, attention, choices, variants, keep, rows }, progress)
+    reference_run::measure(&reference_run::Plan { checkpoint, ids, attention, choices, variants, keep, rows }, progress)
 }
 
 impl Bench<'_> {

@@ -5,7 +5,7 @@
 //! Where the device promises that every sum has one order, results are compared bit by bit, by 64-bit digests of every
 //! row of every point on every rank, so that the first op, rank and token where two runs part are named. Where it does
 //! not (and always between tensor-parallel degrees, since an all-reduce changes the order) logits are compared row by
-//! row in units of the noise floor of whole runs: see [`whole`](super::whole) for how that is measured, and [`freely`]
+//! row in units of the noise floor of whole runs: see [`whole`](super::reference_run) for how that is measured, and [`freely`]
 //! for the comparison. Both sides of such a comparison carry an error of their own; the limit is nevertheless the one
 //! for a single side, as a correct engine's error is a tenth of its floor.
 
@@ -15,7 +15,7 @@ pub mod freely;
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-use super::drive::{Difference, Fed, Feed, Listen, feed};
+use super::feed::{Difference, Fed, Feed, Listen, feed};
 use super::{Subject, VerifyError};
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, Options};

@@ -16,7 +16,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::model::{Config, Kind, Param, params};
 use crate::quant::QuantType;
 use crate::report::{Check, Progress, StageReport, Verdict};
-use crate::verify::pairing::reference_of;
+use crate::verify::param_map::reference_of;
 use crate::verify::{Subject, VerifyError};
 
 /// How much more than on Gaussian weights a type may cost. Trained rows have heavier tails, so that fewer of the codes

@@ -14,7 +14,7 @@ use lockstep_reference::{Format, ModelWeights, Param as RefParam, RawModel, RawT
 
 use crate::checkpoint::oracle::Raw;
 use crate::model::Param;
-use crate::verify::pairing::reference_of;
+use crate::verify::param_map::reference_of;
 
 /// The bytes of one parameter on one rank, and what they are.
 #[derive(Debug)]

@@ -17,7 +17,7 @@ use lockstep_reference::slice::Placement;
 use lockstep_reference::weights::shape;
 
 use self::expected::{Expected, Oracle};
-use super::pairing::reference_of;
+use super::param_map::reference_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;

@@ -16,9 +16,9 @@ use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError}
 use ndarray::{Array2, ArrayD};
 
 use super::VerifyError;
-use super::drive::Fed;
+use super::feed::Fed;
 use super::floor::{self, Energy, limit};
-use super::pairing::recipe_of;
+use super::param_map::recipe_of;
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
@@ -86,7 +86,7 @@ impl Floored {
 
 /// The reference's whole runs.
 #[derive(Clone, Debug)]
-pub struct Whole {
+pub struct ReferenceRuns {
     points: BTreeMap<Place, Floored>,
     /// Per variant and row, the divergence KL(f64 run, variant) of the logits, in nats.
     pub kl: Vec<Vec<f64>>,
@@ -116,7 +116,7 @@ const THREADED: usize = 1 << 24;
 ///
 /// # Errors
 /// A model that the reference cannot read, and choices that do not fit it.
-pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<Whole, VerifyError> {
+pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns, VerifyError> {
     let config = plan.config(own_eps(plan.checkpoint))?;
     let mut points = BTreeMap::new();
     let runs = plan.variants.len() + 1;
@@ -125,7 +125,7 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<Whole, Verify
         let sigma = exact.rows().into_iter().map(|row| floor::sigma(&row.to_vec(), &[])).collect();
         points.insert(place, Floored { exact, sigma });
     })?;
-    let mut whole = Whole {
+    let mut whole = ReferenceRuns {
         points,
         kl: Vec::new(),
         references: Vec::new(),
@@ -242,7 +242,7 @@ pub struct Choices {
     pub unjudged: Option<String>,
 }
 
-impl Whole {
+impl ReferenceRuns {
     /// A kept point of the f64 run.
     pub fn point(&self, place: Place) -> Option<&Floored> {
         self.points.get(&place)
@@ -495,13 +495,13 @@ mod tests {
     }
 
     /// A run with scores of two experts of which one is used, in two rows, and logits.
-    fn whole(scores: [f64; 4]) -> Whole {
+    fn whole(scores: [f64; 4]) -> ReferenceRuns {
         let floored = |exact: [f64; 4]| {
             let exact = Array2::from_shape_vec((2, 2), exact.to_vec()).expect("two by two");
             Floored { exact, sigma: vec![1e-3; 2] }
         };
         let points = [(Place::trunk(0, Point::ChoiceScores), floored(scores)), (Place::LOGITS, floored([1.0; 4]))];
-        Whole { points: points.into(), kl: Vec::new(), references: Vec::new(), top_k: 1, experts_used: 1 }
+        ReferenceRuns { points: points.into(), kl: Vec::new(), references: Vec::new(), top_k: 1, experts_used: 1 }
     }
 
     /// A target with those logits that chose these experts.
@@ -513,7 +513,7 @@ mod tests {
         Fed { rows: 2, ranks, logits: vec![1.0; 4] }
     }
 
-    fn judged(whole: &Whole, target: &Fed, absent: &[Place]) -> (Verdict, String) {
+    fn judged(whole: &ReferenceRuns, target: &Fed, absent: &[Place]) -> (Verdict, String) {
         let check = whole.compare("logits", target, &|_, _| 1.0, None, absent);
         (check.verdict, check.detail)
     }
@@ -523,7 +523,7 @@ mod tests {
         let clear = whole([1.0, 0.0, 0.0, 1.0]);
         assert_eq!(judged(&clear, &target(&[0, 1]), &[]).0, Verdict::Match);
         assert_eq!(judged(&clear, &target(&[0, 0]), &[]).0, Verdict::Divergent);
-        let unmeasured = |whole: &Whole, target: &Fed, says: &str| {
+        let unmeasured = |whole: &ReferenceRuns, target: &Fed, says: &str| {
             let (verdict, detail) = judged(whole, target, &[]);
             assert!(verdict == Verdict::Unmeasured && detail.contains(says), "{verdict:?}: {detail}");
         };

@@ -51,16 +51,16 @@ impl Value {
 pub type Change<'a> = dyn Fn(Key) -> Result<Option<Value>, RefError> + Sync + 'a;
 
 /// The weights of `base`, but for what `change` says. Every parameter is altered at most once.
-pub struct Altered<'a> {
+pub struct PatchedWeights<'a> {
     base: &'a dyn Weights,
     change: &'a Change<'a>,
     made: Mutex<HashMap<Key, Option<Value>>>,
 }
 
-impl<'a> Altered<'a> {
+impl<'a> PatchedWeights<'a> {
     /// `base` altered by `change`.
     pub fn new(base: &'a dyn Weights, change: &'a Change<'a>) -> Self {
-        Altered { base, change, made: Mutex::default() }
+        PatchedWeights { base, change, made: Mutex::default() }
     }
 
     fn get(&self, key: Key) -> Result<Option<Value>, RefError> {
@@ -74,7 +74,7 @@ impl<'a> Altered<'a> {
     }
 }
 
-impl Weights for Altered<'_> {
+impl Weights for PatchedWeights<'_> {
     fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
         match self.get((layer, param, None))? {
             Some(Value::Vector(v)) => Ok(v),

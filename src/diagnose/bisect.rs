@@ -17,7 +17,7 @@ use crate::model::{Layout, params};
 use crate::report::{Progress, Verdict};
 use crate::verify::activations::{judge_all, sparse_activity};
 use crate::verify::feed::{Fed, Feed, Listen, feed};
-use crate::verify::floor::{LEAST_VALUES, limit};
+use crate::verify::floor::{Energy, LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
 use crate::verify::param_map::reference_of;
 use crate::verify::replay::{Seen, Unjudged};
@@ -188,10 +188,10 @@ fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
     }
     let rank = op.ranks.first().copied().unwrap_or(0);
     let seen = Seen::new(op.trace, rank);
-    let (reference, sigma) = op.judge.recompute(op.place, &|n| seen.get(n))?;
+    let floored = op.judge.recompute(op.place, &|n| seen.get(n))?;
     let whole = op.trace.seen_by(rank, op.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
-    let measured = op.judge.measured(&whole, reference, sigma)?;
-    let width = measured.width;
+    let measured = op.judge.measured(&whole, floored)?;
+    let width = measured.target.ncols();
     let (unit, size) = match op.place.point.unit() {
         Unit::Head => ("head", width / op.model.heads),
         Unit::IndexHead => ("indexer head", width / op.model.index_heads),
@@ -203,7 +203,7 @@ fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
     let count = width.div_ceil(size);
     let bad: Vec<usize> = (0..count)
         .filter(|u| {
-            let e = measured.energy(|_, j| j / size == *u);
+            let e: Energy = measured.energies(|j| j / size == *u).iter().sum();
             e.m + e.misplaced >= LEAST_VALUES.min(width) && e.share() > 1.0
         })
         .collect();

@@ -6,6 +6,8 @@
 //! when rho exceeds 1.5 (1 + 4 / sqrt(2 m)): 1.5 floors, and four standard deviations of a chi distribution for slices
 //! that are small.
 
+use ndarray::{Array2, ArrayView1};
+
 /// Slices smaller than this are shown and never decide.
 pub const LEAST_VALUES: usize = 32;
 
@@ -23,13 +25,48 @@ pub fn ulp_f32(x: f64) -> f64 {
     (exponent - 23.0).exp2()
 }
 
-/// sigma of one row: its reference and the same row of every recipe run. Places where the reference is not finite do not
-/// count.
-pub fn sigma(reference: &[f64], runs: &[&[f64]]) -> f64 {
-    let finite = || reference.iter().enumerate().filter(|(_, r)| r.is_finite());
-    let largest = finite().map(|(_, r)| r.abs()).fold(0.0, f64::max);
-    let spread = runs.iter().flat_map(|b| finite().map(|(i, r)| (b[i] - r).abs())).filter(|d| d.is_finite());
-    spread.fold(2.0 * ulp_f32(largest), f64::max)
+/// sigma of every row: its reference and the same row of every recipe run. Places where the reference is not finite do
+/// not count.
+pub fn sigmas<'a>(exact: &Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Vec<f64> {
+    let sigma = |(i, row): (usize, ArrayView1<'_, f64>)| {
+        let finite = || row.iter().enumerate().filter(|(_, r)| r.is_finite());
+        let largest = finite().map(|(_, r)| r.abs()).fold(0.0, f64::max);
+        let spread = runs.clone().flat_map(|run| finite().map(move |(j, r)| (run[[i, j]] - r).abs()));
+        spread.filter(|d| d.is_finite()).fold(2.0 * ulp_f32(largest), f64::max)
+    };
+    exact.rows().into_iter().enumerate().map(sigma).collect()
+}
+
+/// What values should be, `[rows][values]`, and how far a legitimate run may be from them.
+#[derive(Clone, Debug)]
+pub struct Floored {
+    /// The f64 values, or another run's.
+    pub exact: Array2<f64>,
+    /// sigma per row.
+    pub sigma: Vec<f64>,
+}
+
+impl Floored {
+    /// The truth, and the floor that runs make.
+    pub fn new<'a>(exact: Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Self {
+        Floored { sigma: sigmas(&exact, runs), exact }
+    }
+
+    /// Error and floor of the first rows: each value against what is `expected` at its row and column, if anything.
+    pub fn energies<'a, T: Copy + Into<f64> + 'a, R: IntoIterator<Item = &'a T>>(
+        &self,
+        found: impl IntoIterator<Item = R>,
+        expected: impl Fn(usize, usize) -> Option<f64>,
+    ) -> Vec<Energy> {
+        let energy = |(i, (row, sigma)): (usize, (R, &f64))| {
+            let mut energy = Energy::default();
+            for (j, value) in row.into_iter().enumerate() {
+                expected(i, j).into_iter().for_each(|r| energy.add((*value).into(), r, *sigma));
+            }
+            energy
+        };
+        found.into_iter().zip(&self.sigma).enumerate().map(energy).collect()
+    }
 }
 
 /// Squared error and squared floor of a set of values; slices are added up from these.
@@ -91,6 +128,14 @@ impl Energy {
     /// Relative L2 distance.
     pub fn relative(&self) -> f64 {
         if self.misplaced > 0 { f64::INFINITY } else { (self.error / self.reference.max(f64::MIN_POSITIVE)).sqrt() }
+    }
+}
+
+impl<'a> std::iter::Sum<&'a Energy> for Energy {
+    fn sum<I: Iterator<Item = &'a Energy>>(all: I) -> Energy {
+        let mut sum = Energy::default();
+        all.for_each(|energy| sum.join(*energy));
+        sum
     }
 }
 

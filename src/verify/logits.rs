@@ -17,8 +17,8 @@ use lockstep_reference::{Arith, Eps};
 use ndarray::Array2;
 
 use super::feed::{Fed, Feed, Listen, choices, feed};
-use super::floor::limit;
-use super::reference_run::{self, Floored, Plan, ReferenceRuns, Variant, divergence};
+use super::floor::{Floored, limit};
+use super::reference_run::{self, Plan, ReferenceRuns, Variant, divergence};
 use super::{Subject, VerifyError, asks};
 use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;

@@ -3,6 +3,7 @@
 
 pub mod activations;
 pub mod asks;
+pub mod choice;
 pub mod feed;
 pub mod file;
 pub mod floor;

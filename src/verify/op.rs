@@ -2,6 +2,7 @@
 
 use lockstep_reference::{Eps, RefConfig, RefError};
 
+use super::choice::{Chosen, Sizes, row_of};
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
 use super::patched_weights::{Key, PatchedWeights, Value};
 use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
@@ -117,16 +118,15 @@ impl Slices {
             if layout == Layout::Partial && trace.tp > 1 {
                 let expected = judge.recompute_partials(place, &|n| seen.get(n), trace.tp)?;
                 for rank in &class {
-                    let (reference, sigma) = expected[*rank].clone();
-                    slices.add(&judge.measured(&captured[*rank], reference, sigma)?, &[*rank], |_| None);
+                    slices.add(&judge.measured(&captured[*rank], expected[*rank].clone())?, &[*rank], |_| None);
                 }
                 if only.is_some() {
                     continue; // the sum of all ranks says nothing of some
                 }
             }
-            let (reference, sigma) = judge.recompute(place, &|n| seen.get(n))?;
+            let floored = judge.recompute(place, &|n| seen.get(n))?;
             let whole = trace.seen_by(first, place).map_err(|e| Unjudged::NoData(e.to_string()))?;
-            let measured = judge.measured(&whole, reference, sigma)?;
+            let measured = judge.measured(&whole, floored)?;
             let known = layout == Layout::Partial && trace.tp > 1;
             let ranks: &[usize] = if known { &[] } else { &class };
             slices.add(&measured, ranks, |j| owner(place.point, &whole.shape, trace.tp, j));
@@ -138,12 +138,11 @@ impl Slices {
     /// Adds values that belong to `ranks`: columns with an owner to it alone, the others to each of them.
     fn add(&mut self, measured: &Measured, ranks: &[usize], own: impl Fn(usize) -> Option<usize>) {
         let mine = |j: usize| own(j).is_none_or(|r| ranks.is_empty() || ranks.contains(&r));
-        self.whole.join(measured.energy(|_, j| mine(j)));
+        let rows = measured.energies(mine);
+        self.whole.join(rows.iter().sum());
         for rank in ranks {
-            self.ranks.push((*rank, measured.energy(|_, j| own(j).is_none_or(|r| r == *rank))));
+            self.ranks.push((*rank, measured.energies(|j| own(j).is_none_or(|r| r == *rank)).iter().sum()));
         }
-        let rows: Vec<Energy> =
-            (0..measured.rows.len()).map(|i| measured.energy(|row, j| row == i && mine(j))).collect();
         self.tokens.extend(pools(&rows).into_iter().map(|(a, b, e)| (measured.rows[a], measured.rows[b], e)));
         self.cosine = if self.worst.is_some() { self.cosine.min(measured.cosine()) } else { measured.cosine() };
         self.worst = measured.worst().or(self.worst);
@@ -246,30 +245,28 @@ fn documented_disagreement(
     Ok(None)
 }
 
-/// Choices are compared as sets with margins: what was chosen instead must lie within a band of the boundary.
+/// Choices are compared as sets with margins: see [`choice`](super::choice).
 fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -> Result<OpFinding, Unjudged> {
     captured(trace, place)?;
-    let most = |t: usize| match place.point {
-        Point::IndexTopk => judge.config.top_k.min(t + 1),
-        _ => judge.config.experts_used,
-    };
+    let sizes = Sizes::of(judge.config);
     let mut bad: Vec<String> = Vec::new();
     let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
     for class in classes(trace, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()) {
         let seen = Seen::new(trace, class[0]);
-        let (scores, floors) = judge.recompute(scores, &|n| seen.get(n))?;
+        let scores = judge.recompute(scores, &|n| seen.get(n))?;
         let chosen = trace.seen_by(class[0], place);
         let chosen = chosen.map_err(|_| Unjudged::NoData("not captured on every rank".into()))?;
-        let width = scores.len() / judge.rows.len();
         for (i, t) in judge.rows.iter().enumerate() {
-            let row = &scores[i * width..(i + 1) * width];
-            match judge_set(row, floors[i], &row_of(&chosen, *t), most(*t)) {
-                Ok(differences) => swapped += differences,
-                Err(why) => {
+            let row =
+                row_of(&chosen, *t).ok_or_else(|| Unjudged::NoData("fewer rows of choices than tokens".into()))?;
+            match sizes.judge(place.point, *t, scores.exact.row(i), scores.sigma[i], row) {
+                Chosen::Within(differences) => swapped += differences,
+                Chosen::Outside(why) => {
                     bad.push(format!("token {t}: {why}"));
                     bad_tokens.push(*t);
                     bad_ranks.extend(&class);
                 }
+                Chosen::Unmeasured => return Err(Unjudged::NoData("its scores are not numbers".into())),
             }
         }
     }
@@ -282,68 +279,4 @@ fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -
     };
     let rho = (if bad.is_empty() { 0.0 } else { f64::INFINITY }, 1.0); // sets agree or they do not
     Ok(OpFinding { place, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail })
-}
-
-fn row_of(captured: &Captured, t: usize) -> Vec<i64> {
-    let width = captured.row_len();
-    captured.as_f32()[t * width..(t + 1) * width].iter().map(|v| *v as i64).collect()
-}
-
-/// Compares one row's choice with the reference's scores. Returns how many members differ (all inside the band).
-fn judge_set(scores: &[f64], sigma: f64, chosen: &[i64], most: usize) -> Result<usize, String> {
-    let mut order: Vec<usize> = (0..scores.len()).filter(|i| scores[*i].is_finite()).collect();
-    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
-    let expected = &order[..most.min(order.len())];
-    let mut set: Vec<usize> = Vec::new();
-    for id in chosen.iter().filter(|id| **id != -1) {
-        match usize::try_from(*id) {
-            Ok(i) if i < scores.len() && !set.contains(&i) => set.push(i),
-            Ok(i) if set.contains(&i) => return Err(format!("{i} is chosen twice")),
-            _ => return Err(format!("index {id} is out of range (0 to {})", scores.len() - 1)),
-        }
-    }
-    if set.len() != expected.len() {
-        return Err(format!("expected {} chosen, found {}", expected.len(), set.len()));
-    }
-    let Some(boundary) = expected.last().map(|i| scores[*i]) else { return Ok(0) };
-    let band = 2.0 * sigma;
-    let mut differences = 0;
-    for i in set.iter().filter(|i| !expected.contains(i)) {
-        let score = scores[*i];
-        if score.is_nan() || score < boundary - band {
-            return Err(format!("{i} is chosen with score {score:.6}, the boundary is {boundary:.6} -+ {band:.1e}"));
-        }
-        differences += 1;
-    }
-    for i in expected.iter().filter(|i| !set.contains(i)) {
-        let score = scores[*i];
-        if score > boundary + band {
-            return Err(format!("{i} is left out with score {score:.6}, the boundary is {boundary:.6} +- {band:.1e}"));
-        }
-    }
-    Ok(differences)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::judge_set;
-
-    #[test]
-    fn choices_within_the_band_are_interchangeable() {
-        let scores = [5.0, 4.0, 3.0, 3.0 - 1e-9, 1.0];
-        assert_eq!(judge_set(&scores, 1e-6, &[0, 1, 2], 3), Ok(0));
-        assert_eq!(judge_set(&scores, 1e-6, &[0, 1, 3], 3), Ok(1));
-        assert!(judge_set(&scores, 1e-12, &[0, 1, 3], 3).is_err());
-        assert!(judge_set(&scores, 1e-6, &[0, 1, 4], 3).is_err());
-        assert!(judge_set(&scores, 1e-6, &[1, 2, 3], 3).is_err());
-    }
-
-    #[test]
-    fn damaged_choices_are_named() {
-        let scores = [5.0, 4.0, 3.0];
-        for chosen in [&[0i64, 0][..], &[0, 7], &[0, -2], &[0, -1]] {
-            assert!(judge_set(&scores, 1e-6, chosen, 2).is_err(), "{chosen:?}");
-        }
-        assert_eq!(judge_set(&[f64::NEG_INFINITY, 1.0], 1e-6, &[1, -1], 1), Ok(0));
-    }
 }

@@ -16,15 +16,15 @@ use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError}
 use ndarray::{Array2, ArrayD};
 
 use super::VerifyError;
+use super::choice::{Chosen, Sizes, row_of};
 use super::feed::Fed;
-use super::floor::{self, Energy, limit};
+use super::floor::{self, Energy, Floored, limit};
 use super::param_map::recipe_of;
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
-use crate::probe::capture::{Captured, Values};
 use crate::report::{Check, Progress, Verdict};
 
 /// A run whose distance from the f64 run counts as noise.
@@ -63,27 +63,6 @@ impl Plan<'_> {
     }
 }
 
-/// One point of the f64 run, `[rows][values]`, and the floor of each row.
-#[derive(Clone, Debug)]
-pub struct Floored {
-    /// The f64 values.
-    pub exact: Array2<f64>,
-    /// sigma per row.
-    pub sigma: Vec<f64>,
-}
-
-impl Floored {
-    /// Error and floor of each row: `target` against `baseline`, both `[rows][values]`.
-    pub fn energies(&self, target: &[f32], baseline: impl Fn(usize, usize) -> f64) -> Vec<Energy> {
-        let row = |(t, (row, sigma)): (usize, (&[f32], &f64))| {
-            let mut energy = Energy::default();
-            row.iter().enumerate().for_each(|(i, v)| energy.add(f64::from(*v), baseline(t, i), *sigma));
-            energy
-        };
-        target.chunks_exact(self.exact.ncols().max(1)).zip(&self.sigma).enumerate().map(row).collect()
-    }
-}
-
 /// The reference's whole runs.
 #[derive(Clone, Debug)]
 pub struct ReferenceRuns {
@@ -92,8 +71,7 @@ pub struct ReferenceRuns {
     pub kl: Vec<Vec<f64>>,
     /// Logits of the variants in f64, with their eps: references that disagree.
     pub references: Vec<(Option<Eps>, Array2<f64>)>,
-    top_k: usize,
-    experts_used: usize,
+    sizes: Sizes,
 }
 
 /// The variants that make the floor of a recipe at a tensor-parallel degree.
@@ -122,16 +100,9 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
     let runs = plan.variants.len() + 1;
     progress.at("reference runs", 0, runs);
     run(plan, &config, Arith::Exact, &mut |place, exact| {
-        let sigma = exact.rows().into_iter().map(|row| floor::sigma(&row.to_vec(), &[])).collect();
-        points.insert(place, Floored { exact, sigma });
+        points.insert(place, Floored::new(exact, std::iter::empty()));
     })?;
-    let mut whole = ReferenceRuns {
-        points,
-        kl: Vec::new(),
-        references: Vec::new(),
-        top_k: config.top_k,
-        experts_used: config.experts_used,
-    };
+    let mut whole = ReferenceRuns { points, kl: Vec::new(), references: Vec::new(), sizes: Sizes::of(&config) };
     let small = plan.ids.len() * config.hidden * config.hidden < THREADED;
     let workers = if small { std::thread::available_parallelism().map_or(1, |c| c.get()) } else { 1 };
     for (i, variants) in plan.variants.chunks(workers).enumerate() {
@@ -171,10 +142,10 @@ fn distance(plan: &Plan<'_>, variant: Variant, points: &BTreeMap<Place, Floored>
     let mut found = Distance::default();
     run(plan, &config, variant.arith, &mut |place, values| {
         let Some(floored) = points.get(&place) else { return };
-        let rows = || floored.exact.rows().into_iter().zip(values.rows()).map(|(e, v)| (e.to_vec(), v.to_vec()));
-        found.sigma.insert(place, rows().map(|(exact, value)| floor::sigma(&exact, &[&value])).collect());
+        found.sigma.insert(place, floor::sigmas(&floored.exact, std::iter::once(&values)));
         if place == Place::LOGITS {
-            found.kl = rows().map(|(exact, value)| divergence(&exact, &value)).collect();
+            let rows = floored.exact.rows().into_iter().zip(values.rows());
+            found.kl = rows.map(|(exact, value)| divergence(&exact.to_vec(), &value.to_vec())).collect();
             found.logits = (variant.arith == Arith::Exact).then_some(values);
         }
     })?;
@@ -258,9 +229,7 @@ impl ReferenceRuns {
         self.points.get(&Place::LOGITS)
     }
 
-    /// Judges the choices of the first `rows` rows against the f64 scores: everything chosen must reach the last chosen
-    /// score less the band, nothing left out may exceed it by more. The band is 2 sigma of the row's scores, since two
-    /// items trade places by two errors. With a baseline only choices that differ from its own are judged, and then both
+    /// Judges the choices of the first `rows` rows against the f64 scores. With a baseline only choices that differ from its own are judged, and then both
     /// sides. Choices without scores, scores without choices and missing rows are unjudged; the places of `absent` are not
     /// asked for.
     pub fn judge(
@@ -295,10 +264,6 @@ impl ReferenceRuns {
         if rows > scores.exact.nrows() {
             return Err("fewer rows of scores than tokens");
         }
-        let (k, is_topk) = match place.point {
-            Point::IndexTopk => (self.top_k, true),
-            _ => (self.experts_used, false),
-        };
         for t in 0..rows {
             let chosen = row_of(made, t).ok_or("fewer rows of choices than tokens")?;
             let other = match baseline {
@@ -311,13 +276,11 @@ impl ReferenceRuns {
             if other.is_some_and(|other| as_set(other) == as_set(chosen)) {
                 continue;
             }
-            let visible = if is_topk { t + 1 } else { scores.exact.ncols() };
-            let row: Vec<f64> = scores.exact.row(t).iter().copied().take(visible).collect();
             let sides = [("target", Some(chosen)), ("baseline", other)];
             for (side, chosen) in sides.into_iter().filter_map(|(s, c)| Some((s, c?))) {
-                match choice(&row, k, chosen, 2.0 * scores.sigma[t]) {
-                    Chosen::Same => {}
-                    Chosen::NearTie => drop(found.near_ties.insert(t)),
+                match self.sizes.judge(place.point, t, scores.exact.row(t), scores.sigma[t], chosen) {
+                    Chosen::Within(0) => {}
+                    Chosen::Within(_) => drop(found.near_ties.insert(t)),
                     Chosen::Outside(why) => {
                         found.outside.get_or_insert_with(|| format!("{place}, token {t}, {side}: {why}"));
                     }
@@ -342,7 +305,8 @@ impl ReferenceRuns {
         let Some(floored) = self.logits() else {
             return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
         };
-        let rows = floored.energies(&target.logits, baseline);
+        let found = target.logits.chunks_exact(floored.exact.ncols().max(1));
+        let rows = floored.energies(found, |t, i| Some(baseline(t, i)));
         let (mut replayed, mut outside, mut unjudged) = (BTreeSet::new(), None, None);
         for rank in 0..target.ranks.len() {
             let choices = self.judge(&target.choices(rank), chosen, rows.len(), absent);
@@ -351,8 +315,7 @@ impl ReferenceRuns {
             unjudged = unjudged.or(choices.unjudged.map(|why| format!("choices of rank {rank} not judged: {why}")));
         }
         let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
-        let mut all = Energy::default();
-        rows.iter().for_each(|e| all.join(*e));
+        let all: Energy = rows.iter().sum();
         let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
         let Some((token, worst)) = worst else { return Check::new(name, Verdict::Unmeasured, "no rows") };
         let shown = if all.share() > worst.share() { all } else { *worst };
@@ -386,36 +349,8 @@ impl ReferenceRuns {
     /// where nothing says that it is not: without scores that is the first row.
     pub fn first_near_tie(&self, place: Place) -> Option<usize> {
         let Some(scores) = self.scores(place) else { return Some(0) };
-        (0..scores.exact.nrows()).find(|t| {
-            let visible = if place.point == Point::IndexTopk { t + 1 } else { scores.exact.ncols() };
-            let k = if place.point == Point::IndexTopk { self.top_k } else { self.experts_used };
-            let mut row: Vec<f64> = scores.exact.row(*t).iter().copied().take(visible).collect();
-            row.sort_by(|a, b| b.total_cmp(a));
-            let nan = row.iter().any(|v| v.is_nan());
-            nan || k > 0 && row.len() > k && above(row[k - 1], row[k]) <= 2.0 * scores.sigma[*t]
-        })
-    }
-}
-
-enum Chosen {
-    Same,
-    NearTie,
-    Outside(String),
-    /// The scores hold NaN, so there are no margins.
-    Unmeasured,
-}
-
-/// By how much `a` exceeds `b`; equal infinities tie. Neither is NaN.
-fn above(a: f64, b: f64) -> f64 {
-    if a == b { 0.0 } else { a - b }
-}
-
-/// One row of captured indices.
-fn row_of(captured: &Captured, t: usize) -> Option<&[i32]> {
-    let width = captured.row_len();
-    match &captured.values {
-        Values::I32(v) => v.get(t * width..(t + 1) * width),
-        Values::F32(_) => None,
+        let near = |t: &usize| self.sizes.near_tie(place.point, *t, scores.exact.row(*t), scores.sigma[*t]);
+        (0..scores.exact.nrows()).find(near)
     }
 }
 
@@ -423,39 +358,10 @@ fn as_set(row: &[i32]) -> BTreeSet<i32> {
     row.iter().copied().collect()
 }
 
-fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
-    let k = k.min(scores.len());
-    let set: BTreeSet<usize> = chosen.iter().filter_map(|i| usize::try_from(*i).ok()).collect();
-    let listed = chosen.iter().filter(|i| **i >= 0).count();
-    if set.len() != k || listed != k || set.last().is_some_and(|i| *i >= scores.len()) {
-        return Chosen::Outside(format!("expected {k} different indices below {}, found {chosen:?}", scores.len()));
-    }
-    // NaN sorts before everything and compares with nothing: it would pass as the best and as a tie.
-    if scores.iter().any(|s| s.is_nan()) || band.is_nan() {
-        return Chosen::Unmeasured;
-    }
-    if k == 0 {
-        return Chosen::Same;
-    }
-    let mut order: Vec<usize> = (0..scores.len()).collect();
-    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
-    if order[..k].iter().all(|i| set.contains(i)) {
-        return Chosen::Same;
-    }
-    let last = scores[order[k - 1]];
-    let worst_in = set.iter().map(|i| above(last, scores[*i])).fold(0.0, f64::max);
-    let worst_out = (0..scores.len()).filter(|i| !set.contains(i)).map(|i| above(scores[i], last)).fold(0.0, f64::max);
-    let gap = worst_in.max(worst_out);
-    if gap <= band {
-        Chosen::NearTie
-    } else {
-        Chosen::Outside(format!("chosen against a margin of {gap:.3e}, where noise explains {band:.3e}"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::probe::{Captured, Values};
 
     #[test]
     fn divergence_is_zero_on_itself_exact_on_known_values_and_keeps_tiny_ones() {
@@ -469,31 +375,6 @@ mod tests {
         assert!((tiny / (0.25 * 0.75 * 0.5e-16) - 1.0).abs() < 1e-5, "{tiny:e}");
     }
 
-    #[test]
-    fn choices_are_sets_with_margins() {
-        let scores = [0.5, 0.9, 0.5 + 1e-9, 0.1];
-        assert!(matches!(choice(&scores, 2, &[2, 1], 0.0), Chosen::Same));
-        assert!(matches!(choice(&scores, 2, &[0, 1], 1e-8), Chosen::NearTie));
-        assert!(matches!(choice(&scores, 2, &[0, 1], 1e-10), Chosen::Outside(_)));
-        assert!(matches!(choice(&scores, 2, &[3, 1], 0.1), Chosen::Outside(_)));
-        assert!(matches!(choice(&scores, 2, &[1, 1], 9.0), Chosen::Outside(_)), "one twice");
-        assert!(matches!(choice(&scores, 2, &[1, 4], 9.0), Chosen::Outside(_)), "no such index");
-        assert!(matches!(choice(&scores[..1], 2, &[0, -1], 0.0), Chosen::Same), "fewer than k");
-        assert!(matches!(choice(&[f64::NEG_INFINITY, 1.0], 1, &[0], 9.0), Chosen::Outside(_)), "masked");
-    }
-
-    #[test]
-    fn choices_from_scores_with_nan_are_never_near_ties() {
-        let scores = [0.5, f64::NAN, 0.4, 0.1];
-        for chosen in [[1, 0], [0, 2], [3, 2]] {
-            assert!(matches!(choice(&scores, 2, &chosen, 9.0), Chosen::Unmeasured), "{chosen:?}");
-        }
-        assert!(matches!(choice(&[f64::NAN; 4], 2, &[0, 3], 0.0), Chosen::Unmeasured));
-        assert!(matches!(choice(&[0.1, 0.2], 1, &[0], f64::NAN), Chosen::Unmeasured));
-        let masked = f64::NEG_INFINITY;
-        assert!(matches!(choice(&[0.1, masked, masked], 2, &[0, 2], 0.0), Chosen::NearTie), "equal infinities tie");
-    }
-
     /// A run with scores of two experts of which one is used, in two rows, and logits.
     fn whole(scores: [f64; 4]) -> ReferenceRuns {
         let floored = |exact: [f64; 4]| {
@@ -501,7 +382,12 @@ mod tests {
             Floored { exact, sigma: vec![1e-3; 2] }
         };
         let points = [(Place::trunk(0, Point::ChoiceScores), floored(scores)), (Place::LOGITS, floored([1.0; 4]))];
-        ReferenceRuns { points: points.into(), kl: Vec::new(), references: Vec::new(), top_k: 1, experts_used: 1 }
+        ReferenceRuns {
+            points: points.into(),
+            kl: Vec::new(),
+            references: Vec::new(),
+            sizes: Sizes { top_k: 1, experts_used: 1 },
+        }
     }
 
     /// A target with those logits that chose these experts.

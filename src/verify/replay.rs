@@ -4,58 +4,48 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use lockstep_reference::ndarray::{ArrayD, IxDyn};
+use lockstep_reference::ndarray::{Array2, ArrayD, IxDyn};
 use lockstep_reference::slice::ExpertSplit;
 use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
 use super::feed::same_bits;
-use super::floor::{Energy, sigma};
+use super::floor::{Energy, Floored};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
 
-/// One operation's values at the judged rows: the target's, the reference's, and a floor per row.
+/// One operation's values at the judged rows.
 pub struct Measured {
     /// Row indices (tokens).
     pub rows: Vec<usize>,
-    /// Values per row.
-    pub width: usize,
-    /// `[rows][width]` of the target.
-    pub target: Vec<f64>,
-    /// `[rows][width]` of the reference in f64.
-    pub reference: Vec<f64>,
-    /// One floor per row.
-    pub sigma: Vec<f64>,
+    /// The target's.
+    pub target: Array2<f64>,
+    /// The reference's, and the floor.
+    pub floored: Floored,
 }
 
 impl Measured {
-    /// Energy of the values that `keep` accepts by (row, column).
-    pub fn energy(&self, keep: impl Fn(usize, usize) -> bool) -> Energy {
-        let mut energy = Energy::default();
-        for (i, sigma) in self.sigma.iter().enumerate() {
-            for j in (0..self.width).filter(|j| keep(i, *j)) {
-                let at = i * self.width + j;
-                energy.add(self.target[at], self.reference[at], *sigma);
-            }
-        }
-        energy
+    /// Energy of every row, in the columns that `keep` accepts.
+    pub fn energies(&self, keep: impl Fn(usize) -> bool) -> Vec<Energy> {
+        self.floored.energies(self.target.rows(), |i, j| keep(j).then(|| self.floored.exact[[i, j]]))
     }
 
     /// Position and both values of the largest error in floors: (token, column, target, reference).
     pub fn worst(&self) -> Option<(usize, usize, f64, f64)> {
-        let errors = self.target.iter().zip(&self.reference).enumerate().filter(|(_, (t, r))| t != r);
-        let floors = |at: usize, t: f64, r: f64| {
-            let d = (t - r).abs() / self.sigma[at / self.width].max(f64::MIN_POSITIVE);
+        let errors = self.target.indexed_iter().zip(&self.floored.exact).filter(|((_, t), r)| t != r);
+        let floors = |((i, _), t): ((usize, usize), &f64), r: &f64| {
+            let d = (t - r).abs() / self.floored.sigma[i].max(f64::MIN_POSITIVE);
             if d.is_finite() { d } else { f64::INFINITY }
         };
-        let (at, (t, r)) = errors.max_by(|a, b| floors(a.0, *a.1.0, *a.1.1).total_cmp(&floors(b.0, *b.1.0, *b.1.1)))?;
-        Some((self.rows[at / self.width], at % self.width, *t, *r))
+        let (((i, j), t), r) = errors.max_by(|a, b| floors(a.0, a.1).total_cmp(&floors(b.0, b.1)))?;
+        Some((self.rows[i], j, *t, *r))
     }
 
     /// Cosine between target and reference, over finite values.
     pub fn cosine(&self) -> f64 {
         let (mut dot, mut tt, mut rr) = (0.0, 0.0, 0.0);
-        for (t, r) in self.target.iter().zip(&self.reference).filter(|(t, r)| t.is_finite() && r.is_finite()) {
+        let both = self.target.iter().zip(&self.floored.exact);
+        for (t, r) in both.filter(|(t, r)| t.is_finite() && r.is_finite()) {
             dot += t * r;
             tt += t * t;
             rr += r * r;
@@ -111,9 +101,6 @@ pub struct Judge<'a> {
     /// All rows of the run: what becomes a key is judged at every one of them.
     pub every: &'a [usize],
 }
-
-/// The reference's values, `[rows][width]`, and one floor per row.
-pub type Floored = (Vec<f64>, Vec<f64>);
 
 /// Why an operation cannot be judged: no data is never a pass.
 #[derive(Debug)]
@@ -210,18 +197,18 @@ impl Judge<'_> {
         name: &str,
         run: impl Fn(Arith) -> Result<Vec<ArrayD<f64>>, ReplayError>,
     ) -> Result<Vec<Floored>, Unjudged> {
+        let rows = |a: ArrayD<f64>| {
+            let shape = (self.rows.len(), a.len() / self.rows.len().max(1));
+            Array2::from_shape_vec(shape, a.into_iter().collect()).map_err(|e| Unjudged::NoData(e.to_string()))
+        };
         let run = |arith| match run(arith) {
-            Ok(arrays) => Ok(arrays.into_iter().map(|a| a.into_iter().collect()).collect()),
+            Ok(arrays) => arrays.into_iter().map(rows).collect::<Result<Vec<_>, _>>(),
             Err(ReplayError::Weights(e)) => Err(VerifyError::Reference(format!("{name}: {e}")).into()),
             Err(e) => Err(Unjudged::NoData(e.to_string())),
         };
-        let exact: Vec<Vec<f64>> = run(Arith::Exact)?;
-        let runs: Vec<Vec<Vec<f64>>> = self.orders.iter().map(|arith| run(*arith)).collect::<Result<_, _>>()?;
-        let floored = |(at, exact): (usize, Vec<f64>)| {
-            let runs: Vec<&[f64]> = runs.iter().map(|arrays| arrays[at].as_slice()).collect();
-            let floors = floors(&exact, &runs, self.rows.len());
-            (exact, floors)
-        };
+        let exact = run(Arith::Exact)?;
+        let runs = self.orders.iter().map(|arith| run(*arith)).collect::<Result<Vec<_>, _>>()?;
+        let floored = |(at, exact)| Floored::new(exact, runs.iter().map(|arrays| &arrays[at]));
         Ok(exact.into_iter().enumerate().map(floored).collect())
     }
 
@@ -229,28 +216,18 @@ impl Judge<'_> {
     ///
     /// # Errors
     /// [`Unjudged::WrongShape`].
-    pub fn measured(&self, found: &Captured, reference: Vec<f64>, sigma: Vec<f64>) -> Result<Measured, Unjudged> {
-        let (values, stride, width) = (found.as_f32(), found.row_len(), reference.len() / self.rows.len().max(1));
+    pub fn measured(&self, found: &Captured, floored: Floored) -> Result<Measured, Unjudged> {
+        let (values, stride, width) = (found.as_f32(), found.row_len(), floored.exact.ncols());
         // Only a padded vocabulary may be wider than the reference's row.
         let fits = stride == width || (found.place == Place::LOGITS && stride > width);
         if !fits || self.rows.iter().any(|r| *r >= found.rows) {
             let found = format!("found {stride} in {} rows", found.rows);
             return Err(Unjudged::WrongShape(format!("expected {width} values per row, {found}")));
         }
-        let row = |r: &usize| values[r * stride..r * stride + width].iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
-        let target = self.rows.iter().flat_map(row).collect();
-        Ok(Measured { rows: self.rows.to_vec(), width, target, reference, sigma })
+        let target = |(i, j)| f64::from(values[self.rows[i] * stride + j]);
+        let target = Array2::from_shape_fn((self.rows.len(), width), target);
+        Ok(Measured { rows: self.rows.to_vec(), target, floored })
     }
-}
-
-/// One floor per row.
-fn floors(exact: &[f64], runs: &[&[f64]], rows: usize) -> Vec<f64> {
-    let width = exact.len() / rows.max(1);
-    let row = |i: usize| {
-        let at = i * width..(i + 1) * width;
-        sigma(&exact[at.clone()], &runs.iter().map(|run| &run[at.clone()]).collect::<Vec<_>>())
-    };
-    (0..rows).map(row).collect()
 }
 
 /// The rank that owns column `j` of a whole row of a sharded point, or `None` for other layouts.

@@ -123,7 +123,7 @@ impl Bench<'_> {
                 (Err(why), _) => return Ok(Some(format!("first op {place}: at one rank: {why}"))),
                 (_, Err(why)) => return Ok(Some(format!("first op {place}: {why}"))),
             };
-            let width = floored.exact.ncols();
+            let width = floored.exact.ncols().max(1);
             let at = |captured: &Captured| -> Option<Vec<f32>> {
                 let values = captured.as_f32();
                 let row = |r: &usize| Some(values.get(r * width..(r + 1) * width)?.to_vec());
@@ -132,8 +132,7 @@ impl Bench<'_> {
             let (Some(baseline), Some(target)) = (at(&baseline), at(&target)) else {
                 return Ok(Some(format!("first op {place}: fewer rows than tokens")));
             };
-            let energies =
-                floored.energies(&target, |t, i| baseline.get(t * width + i).map_or(f64::NAN, |v| (*v).into()));
+            let energies = floored.energies(target.chunks_exact(width), |t, i| Some(baseline[t * width + i].into()));
             let bad = floor::pools(&energies).into_iter().find(|(_, _, energy)| energy.share() > 1.0);
             if let Some((first, _, energy)) = bad {
                 let at = format!("first op {place}, token {}, rho {:.3e}", rows[first], energy.rho());

@@ -6,7 +6,7 @@ use lockstep_reference::ndarray::{Array2, Array3, s};
 use lockstep_reference::{Recipe, ops};
 
 use super::cache::Cache;
-use super::case::{Case, Floor, check, rows_of};
+use super::case::{Case, check, rows_of};
 use super::lab::{Area, Lab, Step, View};
 use super::random::Random;
 use crate::device::cuda::Queries;
@@ -14,6 +14,7 @@ use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::engine::kv::PAGE;
 use crate::model::Config;
 use crate::report::Check;
+use crate::verify::floor::Floored;
 
 /// A set-up: sizes, sequences, tokens, and how many keys are chosen, if any.
 #[derive(Clone)]
@@ -102,7 +103,7 @@ struct Bench<'a> {
     q: [Vec<f32>; 2],
     chosen: Option<(Area, Vec<i32>)>,
     judged: Vec<usize>,
-    floor: Floor,
+    floor: Floored,
 }
 
 /// What a token may attend to, ascending, with a position that it cannot see where there is room, and a
@@ -157,7 +158,7 @@ impl<'a> Bench<'a> {
             })
             .collect();
         let scale = f64::from(scale(setup));
-        let floor = Floor::of(Recipe::Strict, lab.tp, &|a| {
+        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
             let mut y = Array2::zeros((n * judged.len(), *latent));
             for t in (0..n).filter(|t| !keys[*t].is_empty()) {
                 let part = |q: &[f32], w: usize| {
@@ -299,7 +300,7 @@ impl<'a> Bench<'a> {
             |t: usize, head: usize| self.judged.iter().position(|h| *h == head).map(|j| self.floor.sigma[t * k + j]);
         let of_token = |t: usize| self.floor.sigma[t * k..(t + 1) * k].iter().copied().fold(0.0, f64::max);
         let sigma = (0..n * heads).map(|i| own(i / heads, i % heads).unwrap_or_else(|| of_token(i / heads)));
-        let twin = Floor { sigma: sigma.collect(), reference: Array2::zeros(clean.dim()) }.around(naive.clone());
+        let twin = Floored { sigma: sigma.collect(), exact: Array2::zeros(clean.dim()) }.around(naive.clone());
         case.judge("against the naive kernels", &clean, &twin);
         for t in (0..n).filter(|t| self.setup.tokens[*t].1 < 0) {
             let zero = clean.slice(s![t * heads..(t + 1) * heads, ..]).iter().all(|v| *v == 0.0);

@@ -1,43 +1,25 @@
 //! What was found of one kernel: errors in units of the noise floor, things that are exactly right or wrong, repeats that
 //! differ. One case becomes one check.
 
-use lockstep_reference::ndarray::{Array2, ArrayView1};
+use lockstep_reference::ndarray::Array2;
 use lockstep_reference::{Arith, Recipe};
 use rayon::prelude::*;
 
 use crate::device::cuda::cubin::CubinError;
 use crate::device::cuda::gpu::GpuError;
 use crate::report::{Check, Verdict};
-use crate::verify::floor::{Energy, LEAST_VALUES, limit, pools, sigma};
+use crate::verify::floor::{Floored, LEAST_VALUES, limit, pools};
 
 /// Problems that are printed; a broken kernel has thousands.
 const SHOWN: usize = 3;
 
-/// The truth and how far a legitimate run may be from it, row by row.
-#[derive(Clone)]
-pub struct Floor {
-    /// The f64 reference, or another kernel's values.
-    pub reference: Array2<f64>,
-    /// One sigma per row.
-    pub sigma: Vec<f64>,
-}
-
-impl Floor {
+impl Floored {
     /// The floor of an operation: once in f64, and in every legitimate order of the recipe.
     pub fn of(recipe: Recipe, tp: usize, op: &(dyn Fn(Arith) -> Array2<f64> + Sync)) -> Self {
         let arithmetics = [vec![Arith::Exact], Arith::orders(recipe, tp)].concat();
         let mut runs: Vec<Array2<f64>> = arithmetics.into_par_iter().map(op).collect();
-        let reference = runs.remove(0);
-        let row = |m: &Array2<f64>, i: usize| -> Vec<f64> { m.row(i).to_vec() };
-        let sigma = (0..reference.nrows())
-            .map(|i| {
-                let rows: Vec<Vec<f64>> = runs.iter().map(|m| row(m, i)).collect();
-                let rows: Vec<&[f64]> = rows.iter().map(Vec::as_slice).collect();
-                sigma(&row(&reference, i), &rows)
-            })
-            .collect();
-        let mut floor = Floor { reference, sigma };
-        if floor.reference.ncols() < LEAST_VALUES {
+        let mut floor = Floored::new(runs.remove(0), runs.iter());
+        if floor.exact.ncols() < LEAST_VALUES {
             // Few values may all be near the truth by chance; all rows together are not.
             floor.widen(floor.largest());
         }
@@ -56,9 +38,9 @@ impl Floor {
 
     /// The floor of the distance to another kernel's values. These carry an error of their own, as large as the floor
     /// since a naive kernel adds in one of the floor's orders: two independent errors make one of sqrt(2) sigma.
-    pub fn around(&self, reference: Array2<f64>) -> Self {
-        let sigma = self.sigma[..reference.nrows()].iter().map(|s| s * std::f64::consts::SQRT_2).collect();
-        Floor { reference, sigma }
+    pub fn around(&self, exact: Array2<f64>) -> Self {
+        let sigma = self.sigma[..exact.nrows()].iter().map(|s| s * std::f64::consts::SQRT_2).collect();
+        Floored { exact, sigma }
     }
 }
 
@@ -135,36 +117,25 @@ impl Case {
 
     /// Values against the first rows of a floor: every row (pooled where rows are small) and the whole; and the same
     /// places that are not finite.
-    pub fn judge(&mut self, what: &str, found: &Array2<f64>, floor: &Floor) {
-        if found.nrows() > floor.reference.nrows() || found.ncols() != floor.reference.ncols() {
-            return self.problem(format!(
-                "{what}: expected {:?} values, found {:?}",
-                floor.reference.dim(),
-                found.dim()
-            ));
+    pub fn judge(&mut self, what: &str, found: &Array2<f64>, floor: &Floored) {
+        if found.nrows() > floor.exact.nrows() || found.ncols() != floor.exact.ncols() {
+            return self.problem(format!("{what}: expected {:?} values, found {:?}", floor.exact.dim(), found.dim()));
         }
         if found.is_empty() {
             return;
         }
         self.judged += found.len();
-        let energy = |row: ArrayView1<'_, f64>, i: usize| {
-            let mut energy = Energy::default();
-            row.iter().zip(floor.reference.row(i)).for_each(|(t, r)| energy.add(*t, *r, floor.sigma[i]));
-            energy
-        };
-        let rows: Vec<Energy> = found.rows().into_iter().enumerate().map(|(i, row)| energy(row, i)).collect();
+        let rows = floor.energies(found.rows(), |i, j| Some(floor.exact[[i, j]]));
         let misplaced = found.indexed_iter().find(|((i, j), t)| {
-            let r = floor.reference[[*i, *j]];
+            let r = floor.exact[[*i, *j]];
             t.is_finite() != r.is_finite() || (r == f64::NEG_INFINITY) != (**t == f64::NEG_INFINITY)
         });
         if let Some(((i, j), t)) = misplaced {
-            self.problem(format!("{what}: row {i}, value {j}: expected {:e}, found {t:e}", floor.reference[[i, j]]));
+            self.problem(format!("{what}: row {i}, value {j}: expected {:e}, found {t:e}", floor.exact[[i, j]]));
             return;
         }
-        let mut whole = Energy::default();
-        rows.iter().for_each(|e| whole.join(*e));
-        let last = rows.len() - 1;
-        for (first, last, energy) in pools(&rows).into_iter().chain([(0, last, whole)]) {
+        let whole = (0, rows.len() - 1, rows.iter().sum());
+        for (first, last, energy) in pools(&rows).into_iter().chain([whole]) {
             let (rho, most) = (energy.rho(), limit(energy.m));
             let share = rho / most;
             if self.worst.as_ref().is_none_or(|w| share > w.0 / w.1) {
@@ -208,8 +179,8 @@ pub fn rows_of(values: &[f32], width: usize) -> Array2<f64> {
 mod tests {
     use super::*;
 
-    fn floor() -> Floor {
-        Floor { reference: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2] }
+    fn floor() -> Floored {
+        Floored { exact: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2] }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use lockstep_reference::ndarray::{Array2, Array3};
 use lockstep_reference::{Recipe, ops};
 
 use super::cache::Cache;
-use super::case::{Case, Floor, check};
+use super::case::{Case, check};
 use super::lab::{Lab, POISON, View, bytes_of};
 use super::random::Random;
 use crate::device::cuda::IndexQueries;
@@ -14,7 +14,7 @@ use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::engine::kv::PAGE;
 use crate::model::Config;
 use crate::report::Check;
-use crate::verify::floor::LEAST_VALUES;
+use crate::verify::floor::{Floored, LEAST_VALUES};
 
 /// Keys that the host scores per token.
 const JUDGED: usize = 256;
@@ -81,7 +81,7 @@ impl Scores {
         let context = contexts.iter().max().map_or(0, |c| c + 17);
         let clean = self.launch(lab, kernel, case, &cache, [&q, &weights], context, 0)?;
         // Sampled keys of every token, padding left out.
-        let mut judged: Vec<(usize, Vec<usize>, Floor)> = Vec::new();
+        let mut judged: Vec<(usize, Vec<usize>, Floored)> = Vec::new();
         for (t, (sequence, position)) in tokens.iter().enumerate().filter(|(_, t)| t.1 >= 0) {
             let visible = *position as usize + 1;
             let mut keys: Vec<usize> = (0..visible.min(16)).chain(visible.saturating_sub(16)..visible).collect();
@@ -93,7 +93,7 @@ impl Scores {
             let queries = Array3::from_shape_fn((1, *heads, *width), |(_, h, i)| query(h, i));
             let w = Array2::from_shape_fn((1, *heads), |(_, h)| f64::from(weights[t * heads + h]));
             let of = |a| ops::index_scores(a, &queries, &k, &w, &[keys.len() - 1]);
-            let floor = Floor::of(Recipe::Strict, lab.tp, &of);
+            let floor = Floored::of(Recipe::Strict, lab.tp, &of);
             judged.push((t, keys, floor));
         }
         // A token that sees few keys has the floor of those that see many.

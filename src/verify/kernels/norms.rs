@@ -4,12 +4,13 @@ use lockstep_kernels::geometry;
 use lockstep_reference::ndarray::{Array1, Array2, s};
 use lockstep_reference::{Recipe, ops};
 
-use super::case::{Case, Floor, check, rows_of};
+use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::model::Config;
 use crate::report::Check;
+use crate::verify::floor::Floored;
 
 /// Rows at once.
 const COUNTS: [usize; 3] = [1, 3, 9];
@@ -53,7 +54,7 @@ fn one(lab: &Lab<'_>, case: &mut Case, kernel: &'static str, width: usize) -> Re
         let summed: Vec<f32> = if adds { x.iter().zip(&delta).map(|(a, b)| a + b).collect() } else { x.clone() };
         let (weights, bias) = (Array1::from(w.clone()), Array1::from(b.clone()));
         let truth = rows_of(&summed, width);
-        let floor = Floor::of(Recipe::Strict, lab.tp, &|a| match kernel {
+        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| match kernel {
             "layer_norm" | "layer_norm_naive" => ops::layer_norm(a, &truth, &weights, &bias, f64::from(EPS)),
             _ => ops::rms_norm(a, &truth, &weights, f64::from(EPS)),
         });
@@ -63,7 +64,7 @@ fn one(lab: &Lab<'_>, case: &mut Case, kernel: &'static str, width: usize) -> Re
             if planted {
                 // LayerNorm of a row with an infinity is NaN or infinite throughout, in whichever way.
                 let places = |m: &Array2<f64>| m.mapv(|v| v.is_finite());
-                let expected = places(&floor.reference.slice(s![..n, ..]).to_owned());
+                let expected = places(&floor.exact.slice(s![..n, ..]).to_owned());
                 case.holds(places(&found) == expected, || format!("{what}: other places are finite than should be"));
             } else {
                 case.judge(&what, &found, &floor);

@@ -5,7 +5,7 @@ use lockstep_kernels::geometry::{self, Launch};
 use lockstep_reference::ndarray::{Array2, Axis, s};
 use lockstep_reference::{Arith, Recipe};
 
-use super::case::{Case, Floor, check, rows_of};
+use super::case::{Case, check, rows_of};
 use super::lab::{Area, Lab, View};
 use super::random::Random;
 use super::weights::Stored;
@@ -13,6 +13,7 @@ use crate::device::cuda::Rows;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::quant::QuantType;
 use crate::report::Check;
+use crate::verify::floor::Floored;
 
 /// Rows of W that the host multiplies.
 const JUDGED: usize = 64;
@@ -73,10 +74,10 @@ pub fn experts(ty: QuantType) -> Shape {
 
 /// What products have at both operand roundings, as the reference has it.
 pub struct Floors {
-    strict: Floor,
-    fast: Floor,
+    strict: Floored,
+    fast: Floored,
     /// Around the truth of the rounded operand: what is left when the rounding itself is taken as given.
-    rounded: Floor,
+    rounded: Floored,
     /// The rows of W that the reference has.
     judged: Vec<usize>,
 }
@@ -90,14 +91,14 @@ impl Floors {
         let rounded = x.mapv(|v| half::bf16::from_f32(v as f32).to_f64());
         Floors {
             judged: judged.to_vec(),
-            strict: Floor::of(Recipe::Strict, tp, &|a| op(a, x)),
-            fast: Floor::of(Recipe::Fast, tp, &|a| op(a, x)),
-            rounded: Floor::of(Recipe::Strict, tp, &|a| op(a, &rounded)),
+            strict: Floored::of(Recipe::Strict, tp, &|a| op(a, x)),
+            fast: Floored::of(Recipe::Fast, tp, &|a| op(a, x)),
+            rounded: Floored::of(Recipe::Strict, tp, &|a| op(a, &rounded)),
         }
     }
 
     /// The floor that two kernels of a recipe share.
-    fn narrow(&self, recipe: i32) -> &Floor {
+    fn narrow(&self, recipe: i32) -> &Floored {
         if recipe == 0 { &self.strict } else { &self.rounded }
     }
 

@@ -6,7 +6,7 @@ use lockstep_reference::config::Gating;
 use lockstep_reference::ndarray::{Array1, Array2, Array3};
 use lockstep_reference::{Arith, Recipe, ops};
 
-use super::case::{Case, Floor, check, rows_of};
+use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View};
 use super::random::Random;
 use super::slots::sorted;
@@ -15,6 +15,7 @@ use crate::device::cuda::RouterArg;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::model::Config;
 use crate::report::Check;
+use crate::verify::floor::Floored;
 
 /// Every kernel of router.cu.
 pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
@@ -83,7 +84,7 @@ fn route(lab: &Lab<'_>, r: &RouterArg, kernel: &'static str, case: &mut Case) ->
     let (x, bias) = (logits(r), biases(experts));
     let truth = rows_of(&x, experts);
     let biased = Array1::from(bias.clone());
-    let floor = Floor::of(Recipe::Strict, lab.tp, &|a| {
+    let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
         let p = ops::router_probabilities(a, &truth, gating(r));
         ops::choice_scores(a, &p, &biased, r.groups as usize, r.groups_used as usize)
     });
@@ -129,11 +130,11 @@ fn route(lab: &Lab<'_>, r: &RouterArg, kernel: &'static str, case: &mut Case) ->
 }
 
 /// Weights of chosen experts; an id that names none weighs nothing.
-fn weights_floor(lab: &Lab<'_>, r: &RouterArg, logits: &Array2<f64>, ids: &[i32]) -> Floor {
+fn weights_floor(lab: &Lab<'_>, r: &RouterArg, logits: &Array2<f64>, ids: &[i32]) -> Floored {
     let (experts, used) = (r.experts as usize, r.used as usize);
     let known = |id: &i32| usize::try_from(*id).ok().filter(|e| *e < experts).unwrap_or(experts);
     let ids: Vec<Vec<usize>> = ids.chunks(used).map(|row| row.iter().map(known).collect()).collect();
-    Floor::of(Recipe::Strict, lab.tp, &|a: Arith| {
+    Floored::of(Recipe::Strict, lab.tp, &|a: Arith| {
         let p = ops::router_probabilities(a, logits, gating(r));
         let mut padded = Array2::zeros((p.nrows(), experts + 1));
         padded.slice_mut(lockstep_reference::ndarray::s![.., ..experts]).assign(&p);
@@ -212,7 +213,7 @@ fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuEr
         let weigh = |i: usize| if none(i) { 0.0 } else { f64::from(weights[i]) };
         let w = Array2::from_shape_fn((n, slots), |(t, j)| weigh(t * slots + j));
         let y = Array3::from_shape_fn((n, slots, width), |(t, j, i)| f64::from(rows[(t * slots + j) * width + i]));
-        let floor = Floor::of(Recipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
+        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
         let (row_area, id_area) = (lab.words(image)?, lab.ints(&ids)?);
         let w_area = lab.placed(View::plain(n, slots, slots + 2), &weights)?;
         let out = lab.room(View::plain(n, width, width + 3))?;

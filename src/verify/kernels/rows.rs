@@ -5,7 +5,7 @@ use lockstep_reference::config::RopeStyle;
 use lockstep_reference::ndarray::{Array2, Array3};
 use lockstep_reference::{Recipe, ops};
 
-use super::case::{Case, Floor, check, rows_of};
+use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View, bytes_of};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
@@ -13,7 +13,7 @@ use crate::device::cuda::virtual_ranks::MOST_RANKS;
 use crate::device::cuda::{Ranks, Rows};
 use crate::model::Config;
 use crate::report::Check;
-use crate::verify::floor::ulp_f32;
+use crate::verify::floor::{Floored, ulp_f32};
 
 /// Every kernel of rows.cu but `append`, which belongs to the cache.
 pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
@@ -68,7 +68,7 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             let x = Random::of(&format!("rope {heads} {width}")).values(n * heads * width);
             let known: Vec<usize> = positions[..n].iter().map(|p| (*p).max(0) as usize).collect();
             let truth = Array3::from_shape_fn((n, heads, width), |(t, h, i)| f64::from(x[(t * heads + h) * width + i]));
-            let floor = Floor::of(Recipe::Strict, lab.tp, &|a| {
+            let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
                 let y = ops::rope(a, &truth, 0..width, &known, c.rope_base, RopeStyle::Interleaved);
                 let values: Vec<f64> = y.iter().copied().collect();
                 Array2::from_shape_fn((n * heads, width), |(i, j)| values[i * width + j])
@@ -95,7 +95,7 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             let mut turned = rows_of(&found, width);
             for (i, mut row) in turned.rows_mut().into_iter().enumerate() {
                 if positions[i / heads] < 0 {
-                    row.assign(&floor.reference.row(i)); // judged above
+                    row.assign(&floor.exact.row(i)); // judged above
                 }
             }
             case.judge(&what, &turned, &floor);
@@ -186,7 +186,7 @@ fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
         let pairs = x.chunks_exact(2 * width).map(|group| group.split_at(width));
         let pairs: Vec<(f64, f64)> =
             pairs.flat_map(|(g, u)| g.iter().zip(u)).map(|(g, u)| (f64::from(*g), f64::from(*u))).collect();
-        let floor = Floor::of(Recipe::Strict, lab.tp, &|a| {
+        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
             Array2::from_shape_fn((n * groups, width), |(i, j)| {
                 let (g, u) = pairs[i * width + j];
                 a.round(a.round(g * ops::sigmoid(a, g)) * u)
@@ -202,7 +202,7 @@ fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
         // Each value by itself, too: a large one must not hide a small one. exp, sum, quotient and product cost a few ulp;
         // where exp overflows, the gate is taken as shut, which loses less than its size times the smallest number.
         let least = |g: f64, u: f64| (1.0 + (g * u).abs()) * f64::from(f32::MIN_POSITIVE);
-        let far = found.iter().zip(&floor.reference).zip(&pairs);
+        let far = found.iter().zip(&floor.exact).zip(&pairs);
         let far = far.filter(|((v, r), (g, u))| (*v - *r).abs() > 8.0 * ulp_f32(**r) + least(*g, *u)).count();
         case.holds(far == 0, || format!("{what}: {far} values are more than 8 ulp from the truth"));
     }

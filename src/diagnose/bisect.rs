@@ -174,7 +174,7 @@ fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<S
         progress.at("bisect: same input three times", i, 3);
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &listen)?;
         let first = first.get_or_insert_with(|| run.clone());
-        if let Some(parting) = first.parts_from(&run, 0..subject.ids.len()) {
+        if let Some(parting) = first.trace.parts_from(&run.trace, 0..subject.ids.len()) {
             return Ok(Some(parting.place.to_string()));
         }
     }

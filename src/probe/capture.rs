@@ -32,11 +32,42 @@ impl Values {
         }
     }
 
+    /// The first value behind the start of a range that differs in its bits.
+    pub(crate) fn differs(&self, other: &Values, range: Range<usize>) -> Result<Option<usize>, Unlike> {
+        match (self, other) {
+            (Values::F32(a), Values::F32(b)) => {
+                let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
+                Ok(a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()))
+            }
+            (Values::I32(a), Values::I32(b)) => {
+                let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
+                Ok(a.iter().zip(b).position(|(x, y)| x != y))
+            }
+            _ => Err(Unlike),
+        }
+    }
+
+    /// Whether all values are the same, bit by bit.
+    pub(crate) fn same_bits(&self, other: &Values) -> bool {
+        matches!(self.differs(other, 0..self.len().max(other.len())), Ok(None))
+    }
+
+    /// One value, widened.
+    fn at(&self, i: usize) -> f64 {
+        match self {
+            Values::F32(v) => v[i].into(),
+            Values::I32(v) => v[i].into(),
+        }
+    }
+
     /// True without values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
+
+/// Values that cannot be compared: of two types, or without the range.
+pub(crate) struct Unlike;
 
 /// One rank's values at one point: `[rows][shape]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,6 +80,21 @@ pub struct Captured {
     pub shape: Vec<usize>,
     /// The values.
     pub values: Values,
+}
+
+impl Captured {
+    /// The values as f32, indices widened.
+    pub fn as_f32(&self) -> Vec<f32> {
+        match &self.values {
+            Values::F32(v) => v.clone(),
+            Values::I32(v) => v.iter().map(|i| *i as f32).collect(),
+        }
+    }
+
+    /// Values of one token's row.
+    pub fn row_len(&self) -> usize {
+        self.shape.iter().product()
+    }
 }
 
 /// Which places to capture.
@@ -101,7 +147,7 @@ pub enum UnshardError {
     Shape { point: String, rank: usize, expected: Vec<usize>, found: Vec<usize> },
     #[error("{point}: replicated, but rank {rank} differs from rank 0 at value {index}: {expected} and {found}")]
     Replicas { point: String, rank: usize, index: usize, expected: f64, found: f64 },
-    #[error("{point}: no rank holds it")]
+    #[error("{point}: not every rank holds it")]
     Empty { point: String },
 }
 
@@ -123,7 +169,9 @@ pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
     match first.place.point.layout() {
         Layout::Replicated => {
             for (rank, other) in ranks.iter().enumerate().skip(1) {
-                if let Some((index, expected, found)) = first_difference(&first.values, &other.values) {
+                let differs = first.values.differs(&other.values, 0..first.values.len());
+                if let Some(index) = differs.unwrap_or(Some(0)) {
+                    let (expected, found) = (first.values.at(index), other.values.at(index));
                     return Err(UnshardError::Replicas { point: point(), rank, index, expected, found });
                 }
             }
@@ -131,11 +179,7 @@ pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
         Layout::Partial => {
             if let Values::F32(sum) = &mut whole.values {
                 for (i, s) in sum.iter_mut().enumerate() {
-                    let parts = ranks.iter().map(|r| match &r.values {
-                        Values::F32(v) => f64::from(v[i]),
-                        Values::I32(v) => f64::from(v[i]),
-                    });
-                    *s = parts.sum::<f64>() as f32;
+                    *s = ranks.iter().map(|r| r.values.at(i)).sum::<f64>() as f32;
                 }
             }
         }
@@ -154,21 +198,6 @@ pub fn unshard(ranks: &[&Captured]) -> Result<Captured, UnshardError> {
         }
     }
     Ok(whole)
-}
-
-/// The first place where two captures differ in their bits.
-fn first_difference(a: &Values, b: &Values) -> Option<(usize, f64, f64)> {
-    match (a, b) {
-        (Values::F32(a), Values::F32(b)) => {
-            let at = a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits())?;
-            Some((at, a[at].into(), b[at].into()))
-        }
-        (Values::I32(a), Values::I32(b)) => {
-            let at = a.iter().zip(b).position(|(x, y)| x != y)?;
-            Some((at, a[at].into(), b[at].into()))
-        }
-        _ => Some((0, f64::NAN, f64::NAN)),
-    }
 }
 
 #[cfg(test)]

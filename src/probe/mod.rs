@@ -3,11 +3,13 @@
 pub mod capture;
 pub mod digest;
 pub mod dump;
+pub mod parting;
 pub mod replace;
 pub mod trace;
 
 pub use capture::{Capture, Captured, Values};
 pub use digest::Digest;
+pub use parting::{Difference, Parting};
 pub use replace::{Replace, Replacements};
 pub use trace::Trace;
 

@@ -1,8 +1,9 @@
 //! A run's captures by place: every rank's own, and the whole that a reader of the paper would expect.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::capture::{Captured, UnshardError, Values, unshard};
+use super::replace::Replacements;
 use crate::model::{Attention, Block, Layout, Place};
 
 /// The captures of one prompt of one sequence, from our engine or from somebody's dump. Row `i` of every point is
@@ -17,7 +18,7 @@ pub struct Trace {
     pub tp: usize,
     /// What queries attended to.
     pub attention: Attention,
-    ranks: HashMap<Place, Vec<Captured>>,
+    pub(super) held: Vec<BTreeMap<Place, Captured>>,
     shown: Option<Shown>,
 }
 
@@ -32,17 +33,14 @@ struct Shown {
 impl Trace {
     /// From each rank's captures, in rank order.
     pub fn new(producer: String, ids: Vec<u32>, attention: Attention, captured: Vec<Vec<Captured>>) -> Self {
-        let tp = captured.len();
-        let mut ranks: HashMap<Place, Vec<Captured>> = HashMap::new();
-        for c in captured.into_iter().flatten() {
-            ranks.entry(c.place).or_default().push(c);
-        }
-        Trace { producer, ids, tp, attention, ranks, shown: None }
+        let by_place = |rank: Vec<Captured>| rank.into_iter().map(|c| (c.place, c)).collect();
+        let held: Vec<_> = captured.into_iter().map(by_place).collect();
+        Trace { producer, ids, tp: held.len(), attention, held, shown: None }
     }
 
     /// Adds the captures of another run of the same prompt (other layers).
     pub fn extend(&mut self, other: Trace) {
-        self.ranks.extend(other.ranks);
+        self.held.iter_mut().zip(other.held).for_each(|(own, theirs)| own.extend(theirs));
     }
 
     /// The same trace, of which only `layers`, the embedding if it is the `first` part of a run and the head if it is the
@@ -61,34 +59,53 @@ impl Trace {
         })
     }
 
-    /// The places that were captured on every rank, in the order of the forward pass.
+    /// The places that any rank holds, in the order of the forward pass.
+    pub fn held(&self) -> BTreeSet<Place> {
+        self.held.iter().flat_map(|rank| rank.keys().copied()).collect()
+    }
+
+    /// Those of them that every rank holds and that are shown.
     pub fn places(&self) -> Vec<Place> {
-        let complete = self.ranks.iter().filter(|(place, c)| c.len() == self.tp && self.shows(**place));
-        let mut places: Vec<Place> = complete.map(|(place, _)| *place).collect();
-        places.sort();
-        places
+        self.held().into_iter().filter(|place| self.ranks(*place).is_some() && self.shows(*place)).collect()
+    }
+
+    /// What each rank holds of the places for which `of` gives something.
+    fn each(&self, of: impl Fn(usize, &Captured) -> Option<Captured>) -> Trace {
+        let rank = |(r, held): (usize, &BTreeMap<Place, Captured>)| {
+            held.iter().filter_map(|(place, captured)| Some((*place, of(r, captured)?))).collect()
+        };
+        let held = self.held.iter().enumerate().map(rank).collect();
+        Trace { held, producer: self.producer.clone(), ids: self.ids.clone(), shown: self.shown.clone(), ..*self }
+    }
+
+    /// The same run as if only the places that a test accepts had been listened to.
+    pub fn only(&self, wanted: impl Fn(Place) -> bool) -> Trace {
+        self.each(|_, captured| wanted(captured.place).then(|| captured.clone()))
     }
 
     /// Some of the captures, as if `ranks` had nothing to add: what they hold of sharded and partial points is zeros.
     pub fn without(&self, ranks: &[usize], places: &[Place]) -> Trace {
-        let silent = |(rank, captured): (usize, &Captured)| {
-            let mut captured = captured.clone();
+        self.each(|rank, captured| {
+            let mut captured = places.contains(&captured.place).then(|| captured.clone())?;
             if captured.place.point.layout() != Layout::Replicated && ranks.contains(&rank) {
                 captured.values = match captured.values {
                     Values::F32(v) => Values::F32(vec![0.0; v.len()]),
                     Values::I32(v) => Values::I32(vec![0; v.len()]),
                 };
             }
-            captured
-        };
-        let kept = places.iter().filter_map(|p| Some((*p, self.ranks.get(p)?)));
-        let ranks = kept.map(|(p, all)| (p, all.iter().enumerate().map(silent).collect())).collect();
-        Trace { ranks, producer: self.producer.clone(), ids: self.ids.clone(), shown: self.shown.clone(), ..*self }
+            Some(captured)
+        })
     }
 
-    /// Every rank's captures of a place.
-    pub fn ranks(&self, place: Place) -> Option<&[Captured]> {
-        self.ranks.get(&place).map(Vec::as_slice).filter(|c| c.len() == self.tp)
+    /// Every rank's captures of a place; none where a rank lacks it, or holds more rows than there are tokens.
+    pub fn ranks(&self, place: Place) -> Option<Vec<&Captured>> {
+        self.held.iter().map(|rank| rank.get(&place).filter(|c| c.rows <= self.ids.len())).collect()
+    }
+
+    /// One rank's choices, as replacements for other runs.
+    pub fn choices(&self, rank: usize) -> Replacements {
+        let all = self.held.get(rank).into_iter().flatten();
+        all.filter(|(p, _)| p.point.is_choice()).map(|(p, c)| (*p, c.clone())).collect()
     }
 
     /// All ranks' captures put together; replicated copies must agree.
@@ -96,8 +113,7 @@ impl Trace {
     /// # Errors
     /// See [`unshard`].
     pub fn whole(&self, place: Place) -> Result<Captured, UnshardError> {
-        let ranks = self.ranks(place).unwrap_or_default();
-        unshard(&ranks.iter().collect::<Vec<_>>())
+        unshard(&self.ranks(place).ok_or_else(|| UnshardError::Empty { point: place.to_string() })?)
     }
 
     /// The place as `rank` sees it: its own copy of a replicated one, everybody's parts of any other.
@@ -105,24 +121,9 @@ impl Trace {
     /// # Errors
     /// See [`unshard`].
     pub fn seen_by(&self, rank: usize, place: Place) -> Result<Captured, UnshardError> {
-        match (place.point.layout(), self.ranks(place).and_then(|ranks| ranks.get(rank))) {
+        match (place.point.layout(), self.ranks(place).and_then(|ranks| ranks.get(rank).copied())) {
             (Layout::Replicated, Some(own)) => Ok(own.clone()),
             _ => self.whole(place),
         }
-    }
-}
-
-impl Captured {
-    /// The values as f32, indices widened.
-    pub fn as_f32(&self) -> Vec<f32> {
-        match &self.values {
-            Values::F32(v) => v.clone(),
-            Values::I32(v) => v.iter().map(|i| *i as f32).collect(),
-        }
-    }
-
-    /// Values of one token's row.
-    pub fn row_len(&self) -> usize {
-        self.shape.iter().product()
     }
 }

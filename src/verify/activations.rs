@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use lockstep_reference::{Arith, ModelWeights, Options, RefConfig};
 
+use super::feed::{Feed, Listen, feed};
 use super::op::{OpFinding, judge_op};
 use super::param_map::recipe_of;
 use super::reference_run::own_eps;
 use super::replay::Judge;
-use super::subject::{points_of, run_prompt, run_prompt_with};
+use super::subject::points_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::engine::Attention;
@@ -175,12 +176,14 @@ fn for_traces(
         needed.extend(chunk.iter().filter_map(|l| (0..=*l).rev().find(|f| c.is_full(*f))));
         needed.extend(last.then(|| c.layers - 1));
         let wanted = points_of(Some(needed));
-        let (written, _) = run_prompt_with(&mut engine, &subject.ids, true, wanted.clone())?;
+        let whole = Feed::whole(&subject.ids);
+        let written = Feed { expanded: true, ..whole.clone() };
+        let written = feed(&mut engine, &written, &Listen::Capture(wanted.clone()))?.trace;
         // Another prompt in between, so that the second run finds nothing of the first in caches and buffers.
         let other: Vec<u32> = subject.ids.iter().rev().copied().collect();
-        run_prompt(&mut engine, &other, Arc::new(|_| false))?;
+        feed(&mut engine, &Feed::whole(&other), &Listen::Off)?;
         let own: Filter = Arc::new(move |place| wanted(place) && !is_tap(place));
-        let (fused, _) = run_prompt(&mut engine, &subject.ids, own)?;
+        let fused = feed(&mut engine, &whole, &Listen::Capture(own))?.trace;
         each(&[&written.restricted(chunk, first, last), &fused.restricted(chunk, first, last)])?;
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Feeding one sequence to an engine in a stated way: in chunks of any length, alone or beside other sequences, with the
 //! pages of its cache in a row or scattered. Invariants say that none of this may matter.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use super::VerifyError;
 use crate::device::{Batch, Token};
 use crate::engine::kv::PAGE;
 use crate::engine::{Engine, EngineError};
-use crate::model::{Place, Point};
+use crate::model::Place;
 use crate::probe::capture::{Captured, Filter, Values};
-use crate::probe::{Capture, Digest, Probe, Replace, Replacements};
+use crate::probe::{Capture, Digest, Probe, Replace, Replacements, Trace};
 
 /// What to listen to.
 #[derive(Clone)]
@@ -68,132 +68,21 @@ impl<'a> Feed<'a> {
 }
 
 /// What a fed sequence gave: its own rows only, by position.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Fed {
-    /// Rows that every place must hold: the sequence's tokens.
-    pub rows: usize,
-    /// Per rank.
-    pub ranks: Vec<BTreeMap<Place, Captured>>,
+    /// What was captured.
+    pub trace: Trace,
     /// `[rows][vocab]`.
     pub logits: Vec<f32>,
 }
 
-/// How two runs part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Difference {
-    /// Both hold the row, with other bits.
-    Bits,
-    /// One of them holds nothing of the place on this rank.
-    Missing,
-    /// One of them holds fewer or more rows than its sequence has tokens; the row is the first that is missing or too
-    /// many.
-    Rows,
-    /// Values of another type or width.
-    Shape,
-}
-
-/// Where two runs part first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Parting {
-    /// The place.
-    pub place: Place,
-    /// The rank.
-    pub rank: usize,
-    /// The position.
-    pub row: usize,
-    /// In what.
-    pub what: Difference,
-}
-
-impl std::fmt::Display for Parting {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "first op {}, rank {}, token {}", self.place, self.rank, self.row)?;
-        f.write_str(match self.what {
-            Difference::Bits => "",
-            Difference::Missing => " (one of the runs holds nothing there)",
-            Difference::Rows => " (one of the runs has not one row per token)",
-            Difference::Shape => " (values of another type or width)",
-        })
-    }
-}
-
 impl Fed {
-    /// Every place that any rank holds, in the order of the forward pass.
-    pub fn places(&self) -> BTreeSet<Place> {
-        self.ranks.iter().flat_map(|rank| rank.keys().copied()).collect()
-    }
-
-    /// The same run as if only the places that a test accepts had been listened to.
-    pub fn only(&self, wanted: impl Fn(Point) -> bool) -> Fed {
-        let mut fed = self.clone();
-        fed.ranks.iter_mut().for_each(|rank| rank.retain(|place, _| wanted(place.point)));
-        fed
-    }
-
-    /// The first place, in the order of the forward pass, where two runs differ in these rows. Nothing is passed over:
-    /// a place that any rank of either run holds must be held by every rank of both, with one row per token.
-    pub fn parts_from(&self, other: &Fed, rows: Range<usize>) -> Option<Parting> {
-        let mut places = self.places();
-        places.extend(other.places());
-        let ranks = self.ranks.len().max(other.ranks.len());
-        places.into_iter().flat_map(|place| (0..ranks).map(move |rank| (place, rank))).find_map(|(place, rank)| {
-            let part = |row, what| Some(Parting { place, rank, row, what });
-            let (a, b) = (self.ranks.get(rank), other.ranks.get(rank));
-            let (Some(a), Some(b)) = (a.and_then(|r| r.get(&place)), b.and_then(|r| r.get(&place))) else {
-                return part(rows.start, Difference::Missing);
-            };
-            for (held, expected) in [(a, self.rows), (b, other.rows)] {
-                let whole = held.values.len() == held.rows * held.row_len();
-                if held.rows != expected || expected < rows.end || !whole {
-                    return part(held.rows.min(expected), Difference::Rows);
-                }
-            }
-            if a.row_len() != b.row_len() {
-                return part(rows.start, Difference::Shape);
-            }
-            let width = a.row_len();
-            match differs(&a.values, &b.values, rows.start * width..rows.end * width) {
-                Ok(at) => at.and_then(|at| part(rows.start + at / width.max(1), Difference::Bits)),
-                Err(Unlike) => part(rows.start, Difference::Shape),
-            }
-        })
-    }
-
     /// The first row of logits that differs in its bits, or that only one of the runs holds.
     pub fn logits_part(&self, other: &Fed, vocab: usize) -> Option<usize> {
         let shorter = self.logits.len().min(other.logits.len());
         let at = self.logits.iter().zip(&other.logits).position(|(a, b)| a.to_bits() != b.to_bits());
         at.or_else(|| (self.logits.len() != other.logits.len()).then_some(shorter)).map(|i| i / vocab.max(1))
     }
-
-    /// One rank's choices, as replacements for other runs.
-    pub fn choices(&self, rank: usize) -> Replacements {
-        let all = self.ranks.get(rank).into_iter().flatten();
-        all.filter(|(p, _)| p.point.is_choice()).map(|(p, c)| (*p, c.clone())).collect()
-    }
-}
-
-/// Values that cannot be compared: of two types, or without the range.
-struct Unlike;
-
-/// The first value behind the start of the range that differs in its bits.
-fn differs(a: &Values, b: &Values, range: Range<usize>) -> Result<Option<usize>, Unlike> {
-    match (a, b) {
-        (Values::F32(a), Values::F32(b)) => {
-            let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
-            Ok(a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()))
-        }
-        (Values::I32(a), Values::I32(b)) => {
-            let (a, b) = (a.get(range.clone()).ok_or(Unlike)?, b.get(range).ok_or(Unlike)?);
-            Ok(a.iter().zip(b).position(|(x, y)| x != y))
-        }
-        _ => Err(Unlike),
-    }
-}
-
-/// Whether all values are the same, bit by bit.
-pub(super) fn same_bits(a: &Values, b: &Values) -> bool {
-    matches!(differs(a, b, 0..a.len().max(b.len())), Ok(None))
 }
 
 /// True for the points that hold choices.
@@ -238,7 +127,7 @@ fn run(
     listen: &Listen,
 ) -> Result<Fed, VerifyError> {
     let cuts = feed.cuts();
-    let mut fed = Fed { rows: feed.ids.len(), ranks: vec![BTreeMap::new(); engine.tp()], logits: Vec::new() };
+    let (mut held, mut logits) = (vec![BTreeMap::new(); engine.tp()], Vec::new());
     for (step, cut) in cuts.iter().enumerate() {
         let mut batch = Batch { tables: tables.to_vec(), expanded: feed.expanded, ..Batch::default() };
         let mut positions = Vec::new();
@@ -270,14 +159,15 @@ fn run(
         if output.logits.len() != cut.len() * engine.config().vocab {
             return Err(VerifyError::Replacement);
         }
-        fed.logits.extend(output.logits);
-        for (held, captured) in fed.ranks.iter_mut().zip(output.captured) {
+        logits.extend(output.logits);
+        for (held, captured) in held.iter_mut().zip(output.captured) {
             for c in captured {
                 keep(held, c, first, cut.clone());
             }
         }
     }
-    Ok(fed)
+    let captured = held.into_iter().map(|rank| rank.into_values().collect()).collect();
+    Ok(Fed { trace: Trace::new("lockstep".into(), feed.ids.to_vec(), engine.options().attention, captured), logits })
 }
 
 /// Appends the sequence's rows of one step, which are the positions `cut`, to what is held of the place. Rows that did
@@ -306,6 +196,7 @@ fn keep(held: &mut BTreeMap<Place, Captured>, captured: Captured, first: usize, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Attention, Point};
 
     #[test]
     fn cuts_cover_the_sequence_and_the_last_length_repeats() {
@@ -324,52 +215,13 @@ mod tests {
         }
     }
 
-    /// Two ranks with two places of three rows.
-    fn fed() -> Fed {
-        let place = |point| (Place::trunk(0, point), captured(point, &[1, 2, 3]));
-        Fed { rows: 3, ranks: vec![[Point::QA, Point::KvA].map(place).into(); 2], logits: vec![0.5; 6] }
-    }
-
-    #[test]
-    fn what_only_one_run_holds_is_a_parting() {
-        let (whole, at) = (fed(), Place::trunk(0, Point::KvA));
-        assert_eq!(whole.parts_from(&fed(), 0..3), None);
-        let part = |row, what| Some(Parting { place: at, rank: 1, row, what });
-        let mut other = fed();
-        other.ranks[1].remove(&at);
-        assert_eq!(whole.parts_from(&other, 0..3), part(0, Difference::Missing));
-        assert_eq!(other.parts_from(&whole, 0..3), part(0, Difference::Missing));
-        assert_eq!(other.parts_from(&other, 0..3), part(0, Difference::Missing), "rank 0 holds it");
-        other.ranks.truncate(1);
-        let first = Parting { place: Place::trunk(0, Point::QA), rank: 1, row: 0, what: Difference::Missing };
-        assert_eq!(other.parts_from(&whole, 0..3), Some(first));
-        for (rows, row) in [(&[1, 2][..], 2), (&[1, 2, 3, 4], 3), (&[], 0)] {
-            let mut other = fed();
-            other.ranks[1].insert(at, captured(Point::KvA, rows));
-            assert_eq!(whole.parts_from(&other, 0..3), part(row, Difference::Rows), "{rows:?}");
-            assert_eq!(other.parts_from(&whole, 0..3), part(row, Difference::Rows), "{rows:?}");
-            assert_eq!(other.parts_from(&other, 0..2), part(row, Difference::Rows), "{rows:?} on both sides");
-        }
-        assert!(whole.parts_from(&fed(), 0..4).is_some(), "no run has a fourth row");
-    }
-
-    #[test]
-    fn only_the_rows_asked_for_are_compared() {
-        let (whole, at) = (fed(), Place::trunk(0, Point::KvA));
-        let mut other = fed();
-        other.ranks[1].insert(at, captured(Point::KvA, &[1, 2, 4]));
-        assert_eq!(whole.parts_from(&other, 0..2), None);
-        let parting = Parting { place: at, rank: 1, row: 2, what: Difference::Bits };
-        assert_eq!(whole.parts_from(&other, 1..3), Some(parting));
-        assert_eq!(whole.only(|p| p == Point::QA).places().len(), 1);
-    }
-
     #[test]
     fn logits_that_end_early_part_there() {
-        let whole = fed();
-        assert_eq!(whole.logits_part(&fed(), 2), None);
+        let fed = |logits| Fed { trace: Trace::new("a run".into(), vec![0; 3], Attention::Dsa, Vec::new()), logits };
+        let whole = fed(vec![0.5; 6]);
+        assert_eq!(whole.logits_part(&fed(vec![0.5; 6]), 2), None);
         for (rows, row) in [(2, 2), (0, 0)] {
-            let shorter = Fed { logits: vec![0.5; 2 * rows], ..fed() };
+            let shorter = fed(vec![0.5; 2 * rows]);
             assert_eq!((whole.logits_part(&shorter, 2), shorter.logits_part(&whole, 2)), (Some(row), Some(row)));
         }
     }

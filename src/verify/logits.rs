@@ -62,9 +62,6 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 /// A run to be judged.
 pub(super) struct Run {
     name: String,
-    /// What was fed.
-    ids: Vec<u32>,
-    attention: Attention,
     /// Choices and logits of every row.
     fed: Fed,
     /// The generated ids; the first stands behind the prompt, so its row is `ids.len() - generated.len()`.
@@ -110,7 +107,7 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
         progress.at(&format!("logits: {name}"), i, count);
         let more = more.min(context.saturating_sub(ids.len()));
         let run = continued(&mut engine, name, ids, more, checks)?;
-        rows += run.ids.len();
+        rows += run.until;
         let own = i == 0;
         judge(subject, &run, own, progress, checks)?;
     }
@@ -125,8 +122,7 @@ pub(super) fn fed(engine: &mut Engine, name: String, prompt: &[u32], generated: 
     let mut ids = prompt.to_vec();
     ids.extend(generated.iter().take(generated.len().saturating_sub(1)));
     let fed = feed(engine, &Feed::chunked(&ids, vec![prompt.len(), 1]), &Listen::Capture(choices()))?;
-    let (attention, until) = (engine.options().attention, ids.len());
-    Ok(Run { name, ids, attention, fed, generated, until, missing: Vec::new() })
+    Ok(Run { name, fed, generated, until: ids.len(), missing: Vec::new() })
 }
 
 /// Generates greedily as a user would, then feeds prompt and continuation along the same way while listening.
@@ -181,40 +177,29 @@ fn of_dump(
         return unmeasured(format!("the dump's logits: expected {expected}, found {} of {width}", whole.rows), checks);
     }
     let logits = whole.as_f32().chunks_exact(width).flat_map(|row| row[..c.vocab].to_vec()).collect();
-    let mut fed = Fed { rows: trace.ids.len(), ranks: vec![Default::default(); trace.tp], logits };
-    let mut missing = Vec::new();
-    for layer in 0..c.layers {
-        let chooses = [
-            (Point::ExpertIds, c.is_moe(layer)),
-            (Point::IndexTopk, c.is_full(layer) && trace.attention == Attention::Dsa),
-        ];
-        for (point, _) in chooses.into_iter().filter(|(_, chooses)| *chooses) {
-            let place = Place::trunk(layer, point);
-            match trace.ranks(place).filter(|ranks| ranks.iter().all(|r| r.rows == trace.ids.len())) {
-                Some(ranks) => fed.ranks.iter_mut().zip(ranks).for_each(|(to, c)| drop(to.insert(place, c.clone()))),
-                None => missing.push(place),
-            }
-        }
-    }
-    let run = Run {
-        name: format!("dump of {}", trace.producer),
-        ids: trace.ids.clone(),
-        attention: trace.attention,
-        until: trace.ids.len(),
-        fed,
-        generated: Vec::new(),
-        missing,
+    let chooses = |place: &Place| {
+        place.layer().is_some_and(|layer| match place.point {
+            Point::ExpertIds => c.is_moe(layer),
+            Point::IndexTopk => c.is_full(layer) && trace.attention == Attention::Dsa,
+            _ => false,
+        })
     };
+    let choices = (0..c.layers).flat_map(|l| [Point::ExpertIds, Point::IndexTopk].map(|point| Place::trunk(l, point)));
+    let rows = trace.ids.len();
+    let is_whole = |place: &Place| trace.ranks(*place).is_some_and(|ranks| ranks.iter().all(|r| r.rows == rows));
+    let (made, missing): (Vec<Place>, Vec<Place>) = choices.filter(chooses).partition(is_whole);
+    let fed = Fed { trace: trace.only(|place| made.contains(&place)), logits };
+    let run = Run { name: format!("dump of {}", trace.producer), until: rows, fed, generated: Vec::new(), missing };
     let run = if run.missing.is_empty() { run } else { up_to_a_tie(subject, run, progress)? };
     judge(subject, &run, true, progress, checks)?;
     let reason = "a dump holds no continuation";
     checks.push(Check::new("greedy text", Verdict::NotApplicable, reason));
-    Ok(format!("{} rows of a dump by {}, {} choices missing", run.ids.len(), trace.producer, run.missing.len()))
+    Ok(format!("{rows} rows of a dump by {}, {} choices missing", trace.producer, run.missing.len()))
 }
 
 /// Without the target's choice, a row is comparable only while nothing before it was a near tie.
 fn up_to_a_tie(subject: &Subject, run: Run, progress: &dyn Progress) -> Result<Run, VerifyError> {
-    let choices = run.fed.choices(0);
+    let choices = run.fed.trace.choices(0);
     let whole = measure(subject, &run, &choices, progress)?;
     let first = run.missing.iter().filter_map(|place| whole.first_near_tie(*place)).min();
     Ok(Run { until: first.unwrap_or(run.until), ..run })
@@ -230,7 +215,7 @@ fn measure(
     variants.extend([Eps::Hf, Eps::LlamaCpp, Eps::File].map(|eps| Variant { arith: Arith::Exact, eps: Some(eps) }));
     // The eps that the checkpoint implies is the f64 run itself.
     variants.retain(|v| v.eps != Some(reference_run::own_eps(&subject.checkpoint)));
-    let (checkpoint, ids, attention) = (&*subject.checkpoint, &run.ids, run.attention);
+    let (checkpoint, ids, attention) = (&*subject.checkpoint, &run.fed.trace.ids, run.fed.trace.attention);
     let plan = Plan { checkpoint, ids, attention, choices, variants: &variants, keep: &|_| false, rows: &[] };
     reference_run::measure(&plan, progress)
 }
@@ -244,7 +229,7 @@ pub(super) fn judge(
     checks: &mut Vec<Check>,
 ) -> Result<(), VerifyError> {
     let name = &run.name;
-    let choices: Arc<Replacements> = Arc::new(run.fed.choices(0));
+    let choices: Arc<Replacements> = Arc::new(run.fed.trace.choices(0));
     let whole = match measure(subject, run, &choices, progress) {
         Ok(whole) => whole,
         Err(VerifyError::Choice(why)) => {
@@ -266,13 +251,13 @@ pub(super) fn judge(
     checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing));
     checks.push(top_one(&format!("top-1, {name}"), floored, &fed.logits, 0, None));
     if !run.generated.is_empty() {
-        let first = run.ids.len() + 1 - run.generated.len();
+        let first = run.fed.trace.ids.len() + 1 - run.generated.len();
         checks.push(top_one(&format!("greedy text, {name}"), floored, &fed.logits, first - 1, Some(&run.generated)));
     }
     if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
         progress.at("logits: baseline", 0, 1);
         let none = Replacements::new();
-        let (ids, attention) = (&run.ids, run.attention);
+        let (ids, attention) = (&run.fed.trace.ids, run.fed.trace.attention);
         let plan =
             Plan { checkpoint: other, ids, attention, choices: &none, variants: &[], keep: &|_| false, rows: &[] };
         let other_run = reference_run::measure(&plan, progress)?;

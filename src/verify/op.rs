@@ -118,7 +118,7 @@ impl Slices {
             if layout == Layout::Partial && trace.tp > 1 {
                 let expected = judge.recompute_partials(place, &|n| seen.get(n), trace.tp)?;
                 for rank in &class {
-                    slices.add(&judge.measured(&captured[*rank], expected[*rank].clone())?, &[*rank], |_| None);
+                    slices.add(&judge.measured(captured[*rank], expected[*rank].clone())?, &[*rank], |_| None);
                 }
                 if only.is_some() {
                     continue; // the sum of all ranks says nothing of some
@@ -207,7 +207,7 @@ impl Slices {
     }
 }
 
-fn captured(trace: &Trace, place: Place) -> Result<&[Captured], Unjudged> {
+fn captured(trace: &Trace, place: Place) -> Result<Vec<&Captured>, Unjudged> {
     trace.ranks(place).ok_or_else(|| Unjudged::NoData("it was not captured on every rank".into()))
 }
 

@@ -308,8 +308,9 @@ impl ReferenceRuns {
         let found = target.logits.chunks_exact(floored.exact.ncols().max(1));
         let rows = floored.energies(found, |t, i| Some(baseline(t, i)));
         let (mut replayed, mut outside, mut unjudged) = (BTreeSet::new(), None, None);
-        for rank in 0..target.ranks.len() {
-            let choices = self.judge(&target.choices(rank), chosen, rows.len(), absent);
+        let tokens = target.trace.ids.len();
+        for rank in 0..target.trace.tp {
+            let choices = self.judge(&target.trace.choices(rank), chosen, rows.len(), absent);
             replayed.extend(choices.near_ties);
             outside = outside.or(choices.outside);
             unjudged = unjudged.or(choices.unjudged.map(|why| format!("choices of rank {rank} not judged: {why}")));
@@ -332,8 +333,8 @@ impl ReferenceRuns {
             (Verdict::Divergent, figures)
         } else if let Some(unjudged) = unjudged {
             (Verdict::Unmeasured, format!("{unjudged}; {figures}"))
-        } else if target.rows == 0 || (compared as f64) < LEAST_ROWS * target.rows as f64 {
-            (Verdict::Unmeasured, format!("{compared} of {} rows could be compared; {figures}", target.rows))
+        } else if tokens == 0 || (compared as f64) < LEAST_ROWS * tokens as f64 {
+            (Verdict::Unmeasured, format!("{compared} of {tokens} rows could be compared; {figures}"))
         } else {
             (Verdict::Match, figures)
         };
@@ -361,7 +362,7 @@ fn as_set(row: &[i32]) -> BTreeSet<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::{Captured, Values};
+    use crate::probe::{Captured, Trace, Values};
 
     #[test]
     fn divergence_is_zero_on_itself_exact_on_known_values_and_keeps_tiny_ones() {
@@ -395,8 +396,7 @@ mod tests {
         let values = Values::I32(chosen.to_vec());
         let place = Place::trunk(0, Point::ExpertIds);
         let ids = Captured { place, rows: chosen.len(), shape: vec![1], values };
-        let ranks = vec![[(place, ids)].into()];
-        Fed { rows: 2, ranks, logits: vec![1.0; 4] }
+        Fed { trace: Trace::new("a run".into(), vec![0; 2], Attention::Dsa, vec![vec![ids]]), logits: vec![1.0; 4] }
     }
 
     fn judged(whole: &ReferenceRuns, target: &Fed, absent: &[Place]) -> (Verdict, String) {
@@ -417,7 +417,7 @@ mod tests {
         unmeasured(&clear, &target(&[0]), "fewer rows of choices");
         let place = Place::trunk(0, Point::ExpertIds);
         let mut silent = target(&[0, 1]);
-        silent.ranks[0].clear();
+        silent.trace = silent.trace.only(|_| false);
         unmeasured(&clear, &silent, "shows no choice");
         assert_eq!(judged(&clear, &silent, &[place]).0, Verdict::Match, "known to be missing");
         let mut unscored = clear.clone();

@@ -9,7 +9,6 @@ use lockstep_reference::slice::ExpertSplit;
 use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
-use super::feed::same_bits;
 use super::floor::{Energy, Floored};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
@@ -242,10 +241,10 @@ pub fn owner(point: Point, whole_shape: &[usize], tp: usize, j: usize) -> Option
 pub fn classes(trace: &Trace, places: &[Place]) -> Vec<Vec<usize>> {
     let mut classes: Vec<Vec<usize>> = Vec::new();
     let replicated = places.iter().filter(|place| place.point.layout() == Layout::Replicated);
-    let replicated: Vec<&[Captured]> = replicated.filter_map(|place| trace.ranks(*place)).collect();
+    let replicated: Vec<Vec<&Captured>> = replicated.filter_map(|place| trace.ranks(*place)).collect();
     for rank in 0..trace.tp {
         let same = |class: &&mut Vec<usize>| {
-            replicated.iter().all(|ranks| same_bits(&ranks[class[0]].values, &ranks[rank].values))
+            replicated.iter().all(|ranks| ranks[class[0]].values.same_bits(&ranks[rank].values))
         };
         match classes.iter_mut().find(same) {
             Some(class) => class.push(rank),

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use super::VerifyError;
 use super::asks::Ask;
+use super::feed::{Fed, Feed, Listen, feed};
 use crate::checkpoint::Checkpoint;
-use crate::device::{Batch, Token};
 use crate::engine::{Attention, Engine, EngineError, Engines, Options, Recipe};
+use crate::probe::Trace;
 use crate::probe::capture::Filter;
-use crate::probe::{Capture, Probe, Trace};
 
 /// Everything the stages need.
 pub struct Subject {
@@ -66,32 +67,9 @@ impl Subject {
 ///
 /// # Errors
 /// Failures of the engine.
-pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), EngineError> {
-    run_prompt_with(engine, ids, false, filter)
-}
-
-/// As [`run_prompt`], if wanted through the program as it is written, without fusing.
-///
-/// # Errors
-/// Failures of the engine.
-pub fn run_prompt_with(
-    engine: &mut Engine,
-    ids: &[u32],
-    expanded: bool,
-    filter: Filter,
-) -> Result<(Trace, Vec<f32>), EngineError> {
-    let mut table = Vec::new();
-    engine.pool().reserve(&mut table, ids.len())?;
-    let tokens = ids.iter().enumerate().map(|(i, id)| Token { id: *id, position: i as u32, sequence: 0 }).collect();
-    let logits = (0..ids.len() as u32).collect();
-    let batch = Batch { tokens, tables: vec![table.clone()], logits, expanded, ..Batch::default() };
-    let probes = (0..engine.tp()).map(|_| Box::new(Capture::new(filter.clone())) as Box<dyn Probe>).collect();
-    let output = engine.step(batch, probes);
-    engine.pool().release(&mut table);
-    let output = output?;
-    let attention = engine.options().attention;
-    let trace = Trace::new("lockstep".into(), ids.to_vec(), attention, output.captured);
-    Ok((trace, output.logits))
+pub fn run_prompt(engine: &mut Engine, ids: &[u32], filter: Filter) -> Result<(Trace, Vec<f32>), VerifyError> {
+    let Fed { trace, logits } = feed(engine, &Feed::whole(ids), &Listen::Capture(filter))?;
+    Ok((trace, logits))
 }
 
 /// Accepts every point of the given layers (all without a list).

@@ -48,7 +48,7 @@ fn fill(folder: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
         let file = format!("rank{rank}.safetensors");
         let mut tensors = Vec::with_capacity(places.len());
         for place in &places {
-            let Some(captured) = trace.ranks(*place).and_then(|all| all.get(rank)) else { continue };
+            let Some(captured) = trace.ranks(*place).and_then(|all| all.get(rank).copied()) else { continue };
             let shape: Vec<usize> = std::iter::once(captured.rows).chain(captured.shape.iter().copied()).collect();
             let (dtype, bytes): (_, Vec<u8>) = match &captured.values {
                 Values::F32(v) => (Dtype::F32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),

@@ -12,7 +12,7 @@ use super::Bench;
 use crate::engine::Engine;
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
-use crate::probe::capture::{Captured, Filter, unshard};
+use crate::probe::capture::{Captured, Filter};
 use crate::report::{Check, Progress, Verdict};
 use crate::verify::feed::{Fed, Feed, Listen, choices, feed};
 use crate::verify::floor;
@@ -51,7 +51,7 @@ impl Bench<'_> {
         let mut engine = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
         drop(engine);
-        let choices = Arc::new(run.choices(0));
+        let choices = Arc::new(run.trace.choices(0));
         let whole = measure(subject, &choices, &|_| false, &[], self.progress)?;
         Ok(self.floor.get_or_init(|| Free { whole, choices, logits: run.logits }))
     }
@@ -114,11 +114,11 @@ impl Bench<'_> {
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
-        let (baseline, target) = (feed(&mut one, &all, &listen)?, feed(&mut self.engine, &all, &listen)?);
-        for place in baseline.places().union(&target.places()) {
+        let (baseline, target) = (feed(&mut one, &all, &listen)?.trace, feed(&mut self.engine, &all, &listen)?.trace);
+        for place in baseline.held().union(&target.held()) {
             // Where the reference has no such point there is no floor to name it by.
             let Some(floored) = whole.point(*place) else { continue };
-            let (baseline, target) = match (joined(&baseline, *place), joined(&target, *place)) {
+            let (baseline, target) = match (baseline.whole(*place), target.whole(*place)) {
                 (Ok(baseline), Ok(target)) => (baseline, target),
                 (Err(why), _) => return Ok(Some(format!("first op {place}: at one rank: {why}"))),
                 (_, Err(why)) => return Ok(Some(format!("first op {place}: {why}"))),
@@ -146,12 +146,4 @@ impl Bench<'_> {
 /// Values of a run's logits by row and column.
 fn against(logits: &[f32], vocab: usize) -> impl Fn(usize, usize) -> f64 {
     move |t, i| logits.get(t * vocab + i).map_or(f64::NAN, |v| f64::from(*v))
-}
-
-/// All ranks' captures of a place put together, or why they cannot be.
-fn joined(run: &Fed, place: Place) -> Result<Captured, String> {
-    if let Some(rank) = run.ranks.iter().position(|rank| !rank.contains_key(&place)) {
-        return Err(format!("rank {rank} holds nothing"));
-    }
-    unshard(&run.ranks.iter().filter_map(|rank| rank.get(&place)).collect::<Vec<_>>()).map_err(|e| e.to_string())
 }

@@ -15,12 +15,13 @@ pub mod freely;
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-use super::feed::{Difference, Fed, Feed, Listen, feed};
+use super::feed::{Fed, Feed, Listen, feed};
 use super::{Subject, VerifyError};
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, Options};
 use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
+use crate::probe::{Difference, Trace};
 use crate::report::{Check, Progress, StageReport, Verdict};
 
 /// One part of the stage, with its checks.
@@ -109,14 +110,14 @@ impl<'a> Bench<'a> {
     /// Three runs, with and without a listener. If they differ nothing can be judged.
     fn repeat(&mut self) -> Result<Check, VerifyError> {
         let (name, ids) = ("three runs bit-equal", &self.subject.ids);
-        let points = self.base.ranks.iter().map(|r| r.len()).sum::<usize>();
+        let points = self.base.trace.held().len() * self.subject.tp;
         if points == 0 {
             let detail = "the engine showed no point of its forward pass; nothing else was judged";
             return Ok(Check::new(name, Verdict::Unmeasured, detail));
         }
         for _ in 0..2 {
             let again = self.digests(&Feed::whole(ids))?;
-            if let Some(parting) = self.base.parts_from(&again, 0..ids.len()) {
+            if let Some(parting) = self.base.trace.parts_from(&again.trace, 0..ids.len()) {
                 if parting.what != Difference::Bits {
                     let detail = format!("the runs do not show the same: {parting}; nothing else was judged");
                     return Ok(Check::new(name, Verdict::Unmeasured, detail));
@@ -142,19 +143,20 @@ impl<'a> Bench<'a> {
     /// Replicated points hold the same bits on every rank.
     fn replicas(&mut self) -> Result<Vec<Check>, VerifyError> {
         let name = "replicated on every rank";
-        let Some((first, others)) = self.base.ranks.split_first().filter(|(_, others)| !others.is_empty()) else {
+        let base = &self.base.trace;
+        if base.tp == 1 {
             return Ok(vec![Check::new(name, Verdict::NotApplicable, "one rank")]);
-        };
+        }
         // Both what the first rank holds and what any other holds: "three runs" has seen that all hold the same places.
         let replicated: Vec<_> =
-            self.base.places().into_iter().filter(|place| place.point.layout() == Layout::Replicated).collect();
+            base.held().into_iter().filter(|place| place.point.layout() == Layout::Replicated).collect();
         if replicated.is_empty() {
             return Ok(vec![Check::new(name, Verdict::Unmeasured, "no replicated point was shown")]);
         }
         let odd = replicated.iter().find_map(|place| {
-            let Some(own) = first.get(place) else { return Some(format!("{place}: rank 0 holds nothing")) };
-            let rank = others.iter().position(|other| other.get(place).is_none_or(|o| o.values != own.values))?;
-            Some(format!("{place}: rank {} differs from rank 0", rank + 1))
+            let Some(ranks) = base.ranks(*place) else { return Some(format!("{place}: not every rank holds it")) };
+            let rank = ranks.iter().position(|other| other.values != ranks[0].values)?;
+            Some(format!("{place}: rank {rank} differs from rank 0"))
         });
         let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated.len()));
         Ok(vec![Check::exact(name, odd.is_none(), detail)])
@@ -176,7 +178,7 @@ impl<'a> Bench<'a> {
             Check::new(name, Verdict::Unmeasured, "the program that serves has nothing fused")
         } else if self.exact {
             let composed = self.digests(&composed)?;
-            let part = self.base.parts_from(&composed, 0..self.subject.ids.len());
+            let part = self.base.trace.parts_from(&composed.trace, 0..self.subject.ids.len());
             let detail =
                 part.map_or("every point: same bits".into(), |p| format!("in one operation and in several: {p}"));
             Check::exact(name, part.is_none(), detail)
@@ -251,7 +253,7 @@ impl<'a> Bench<'a> {
         let mut bad = None;
         for length in &lengths {
             let run = self.digests(&Feed::whole(&ids[..*length]))?;
-            if let Some(parting) = run.parts_from(&self.base, 0..*length) {
+            if let Some(parting) = run.trace.parts_from(&self.base.trace, 0..*length) {
                 bad = Some(format!("LENGTH_DEPENDENCE: first bad length {length}: {parting}"));
                 break;
             }
@@ -275,7 +277,7 @@ impl<'a> Bench<'a> {
     fn same(&mut self, name: &str, kind: &str, other: &Feed<'_>) -> Result<Check, VerifyError> {
         Ok(if self.exact {
             let run = self.digests(other)?;
-            let part = run.parts_from(&self.base, 0..self.subject.ids.len());
+            let part = run.trace.parts_from(&self.base.trace, 0..self.subject.ids.len());
             let steps = other.cuts();
             let detail = part.map_or(format!("same bits; steps: {}", steps.len()), |p| {
                 let chunk = steps.iter().position(|c| c.contains(&p.row)).unwrap_or(0);
@@ -304,7 +306,7 @@ impl<'a> Bench<'a> {
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
         let short = if self.exact {
-            let bad = shared(&run).parts_from(&shared(&self.base), 0..short);
+            let bad = shared(&run.trace).parts_from(&shared(&self.base.trace), 0..short);
             let detail = bad.map_or(format!("same bits at all {short} tokens"), |p| format!("other bits: {p}"));
             Check::exact(name, bad.is_none(), detail)
         } else {
@@ -321,7 +323,7 @@ impl<'a> Bench<'a> {
             let reason = format!("the prompt of {} tokens does not exceed top-k {top_k}", subject.ids.len());
             Check::new(name, Verdict::Inactive, reason)
         } else {
-            match shared(&run).parts_from(&shared(&self.base), top_k..subject.ids.len()) {
+            match shared(&run.trace).parts_from(&shared(&self.base.trace), top_k..subject.ids.len()) {
                 Some(p) if p.what != Difference::Bits => {
                     Check::new(name, Verdict::Unmeasured, format!("the runs do not show the same: {p}"))
                 }
@@ -345,8 +347,8 @@ impl<'a> Bench<'a> {
 }
 
 /// What sparse and dense attention both do: everything but the indexer and its choices.
-fn shared(fed: &Fed) -> Fed {
-    fed.only(|point| !point.is_indexer())
+fn shared(run: &Trace) -> Trace {
+    run.only(|place| !place.point.is_indexer())
 }
 
 /// Other sequences with other ids, one longer than the other: were their keys read by mistake, the bits would change.

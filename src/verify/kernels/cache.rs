@@ -2,9 +2,9 @@
 //! so that a key which is not there shows. And `append`, which fills it.
 
 use super::case::{Case, check};
-use super::lab::{Area, Lab, POISON, Step, View};
+use super::lab::{Area, Lab, POISON, Step, View, given};
 use super::random::Random;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::engine::kv::PAGE;
 use crate::report::Check;
 
@@ -102,8 +102,7 @@ fn append(lab: &Lab<'_>, case: &mut Case, width: usize, page: usize) -> Result<(
     let (n, step) = (tokens.len(), cache.step(lab, &tokens)?);
     let x = Random::of("appended").values(n * width);
     let area = lab.placed(View::plain(n, width, width + 3), &x)?;
-    let (to, w, at, row, count) = (cache.area.at(0), width as i32, area.at(0), area.row(), n as i32);
-    let args: [&dyn Arg; 6] = [&to, &w, &at, &row, &step.tokens, &count];
+    let args = given![cache.area, width, area, area.row(), step.tokens, n];
     let seen = lab.thrice(&[&cache.area], &|| lab.each("append", n * width, &args))?;
     let (mut words, mut expected) = (Vec::new(), Vec::new());
     for (t, (sequence, position)) in tokens.iter().enumerate().filter(|(_, t)| t.1 >= 0) {

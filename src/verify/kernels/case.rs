@@ -44,6 +44,9 @@ impl Floored {
     }
 }
 
+/// Whether a value is what lost ones are.
+pub type Gone = fn(f64) -> bool;
+
 /// What was found so far.
 pub struct Case {
     name: String,
@@ -112,6 +115,15 @@ impl Case {
         self.judged += 1;
         if !good {
             self.problem(problem());
+        }
+    }
+
+    /// Rows that are lost hold only what is `gone`, the others what they held in a clean run.
+    pub fn lost(&mut self, what: &str, found: &Array2<f64>, clean: &Array2<f64>, gone: &dyn Fn(usize) -> Option<Gone>) {
+        for (i, (found, clean)) in found.rows().into_iter().zip(clean.rows()).enumerate() {
+            let good = gone(i).map_or(found == clean, |gone| found.iter().all(|v| gone(*v)));
+            let expected = if gone(i).is_some() { "nothing" } else { "the values" };
+            self.holds(good, || format!("{what}: row {i}: expected {expected} of the clean run, found {found:.3}"));
         }
     }
 

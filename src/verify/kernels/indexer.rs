@@ -7,10 +7,10 @@ use lockstep_reference::{Recipe, ops};
 
 use super::cache::Cache;
 use super::case::{Case, check};
-use super::lab::{Lab, POISON, View, bytes_of};
+use super::lab::{Lab, POISON, View, bytes_of, given};
 use super::random::Random;
 use crate::device::cuda::IndexQueries;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::engine::kv::PAGE;
 use crate::model::Config;
 use crate::report::Check;
@@ -173,8 +173,7 @@ impl Scores {
     ) -> Result<Vec<f32>, GpuError> {
         let Scores { heads, width, tokens, .. } = self;
         let n = tokens.len();
-        let view =
-            View { start: 5, rows: n, row: heads * (width + 3) + 9, groups: *heads, group: width + 3, width: *width };
+        let view = View { start: 5, ..View::groups(n, *heads, *width, 3, 9) };
         let (q_area, w_area) = (lab.placed(view, q)?, lab.placed(View::plain(n, *heads, heads + 2), weights)?);
         let (step, y) = (cache.step(lab, tokens)?, lab.poisoned(n * context)?);
         let queries = IndexQueries {
@@ -187,16 +186,15 @@ impl Scores {
             weights: w_area.at(0),
             w_row: w_area.row(),
         };
-        let (keys, skip, wide, to) = (cache.area.at(0), unscored as i32, context as i32, y.at(0));
         let naive = kernel == "index_scores_naive";
-        let fast_args: [&dyn Arg; 6] = [&keys, &queries, &step.tokens, &skip, &wide, &to];
-        let naive_args: [&dyn Arg; 5] = [&keys, &queries, &step.tokens, &wide, &to];
-        let seen = lab.thrice(&[&y], &|| match naive {
-            true => lab.launch("indexer", None, kernel, geometry::threads(context, n, 1), &naive_args),
-            false => {
-                lab.launch("indexer", None, kernel, geometry::index_scores(context, n, *heads, *width), &fast_args)
-            }
-        })?;
+        let (launch, args) = match naive {
+            true => (geometry::threads(context, n, 1), given![cache.area, queries, step.tokens, context, y]),
+            false => (
+                geometry::index_scores(context, n, *heads, *width),
+                given![cache.area, queries, step.tokens, unscored, context, y],
+            ),
+        };
+        let seen = lab.thrice(&[&y], &|| lab.launch("indexer", None, kernel, launch, &args))?;
         let skips = |t: usize| !naive && tokens[t].1 < unscored as i32;
         let words: Vec<usize> = (0..n).filter(|t| !skips(*t)).flat_map(|t| t * context..(t + 1) * context).collect();
         let found = seen.floats(case, kernel, 0, &y, &words);
@@ -245,17 +243,14 @@ fn select(lab: &Lab<'_>, case: &mut Case, naive: bool, width: usize, most: usize
     let step = lab.step(&positions, &vec![0; n], &[0], 1, PAGE)?;
     let (scores, chosen) = (lab.words(image)?, lab.poisoned(n * row)?);
     let taken = lab.poisoned((n * width).div_ceil(4))?;
-    let (at, wide, k, to, to_row, count) =
-        (scores.at(0), width as i32, most as i32, chosen.at(0), row as i32, n as i32);
-    let marks = taken.at(0);
     let seen = lab.thrice(&[&chosen, &taken], &|| {
         if !naive {
-            let args: [&dyn Arg; 6] = [&at, &wide, &step.tokens, &k, &to, &to_row];
+            let args = given![scores, width, step.tokens, most, chosen, row];
             return lab.launch("indexer", None, "top_k", geometry::per_row(n, 1024), &args);
         }
-        let args: [&dyn Arg; 5] = [&at, &wide, &step.tokens, &k, &marks];
+        let args = given![scores, width, step.tokens, most, taken];
         lab.launch("indexer", None, "top_k_naive", geometry::threads(width, n, 1), &args)?;
-        let args: [&dyn Arg; 5] = [&marks, &wide, &to, &to_row, &count];
+        let args = given![taken, width, chosen, row, n];
         lab.launch("indexer", None, "list_naive", geometry::threads(n, 1, 1), &args)
     })?;
     let what = format!("{most} of {width}");

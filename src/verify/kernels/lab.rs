@@ -78,6 +78,12 @@ impl View {
         View { start: 0, rows, row, groups: 1, group: 0, width }
     }
 
+    /// Rows of groups, with a gap behind each group and a rest behind each row.
+    pub fn groups(rows: usize, groups: usize, width: usize, gap: usize, rest: usize) -> Self {
+        let group = width + gap;
+        View { start: 0, rows, row: groups * group + rest, groups, group, width }
+    }
+
     /// Every word, row by row and group by group.
     pub fn words(&self) -> Vec<usize> {
         let mut words = Vec::with_capacity(self.rows * self.groups * self.width);
@@ -104,6 +110,38 @@ impl View {
         image
     }
 }
+
+/// What a kernel takes as a parameter.
+pub trait Given {
+    /// The parameter: of an area its address, of a size 32 bits, the rest as it is.
+    fn given(&self) -> Box<dyn Arg>;
+}
+
+impl<T: Arg + Copy + 'static> Given for T {
+    fn given(&self) -> Box<dyn Arg> {
+        Box::new(*self)
+    }
+}
+
+impl Given for usize {
+    fn given(&self) -> Box<dyn Arg> {
+        Box::new(*self as i32)
+    }
+}
+
+impl Given for Area {
+    fn given(&self) -> Box<dyn Arg> {
+        Box::new(self.at(0))
+    }
+}
+
+/// A kernel's parameters, in its order.
+macro_rules! given {
+    ($($value:expr),*) => {
+        vec![$(crate::verify::kernels::lab::Given::given(&$value)),*]
+    };
+}
+pub(super) use given;
 
 /// The words of areas after a launch.
 pub struct Seen {
@@ -279,9 +317,9 @@ impl<'a> Lab<'a> {
         ty: Option<QuantType>,
         kernel: &'static str,
         launch: Launch,
-        args: &[&dyn Arg],
+        args: &[Box<dyn Arg>],
     ) -> Result<(), GpuError> {
-        self.gpu.launch(unit, ty, kernel, launch, args)?;
+        self.gpu.launch(unit, ty, kernel, launch, &args.iter().map(|arg| &**arg).collect::<Vec<_>>())?;
         self.launched.borrow_mut().insert((kernel, ty));
         Ok(())
     }
@@ -290,7 +328,7 @@ impl<'a> Lab<'a> {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn each(&self, kernel: &'static str, count: usize, args: &[&dyn Arg]) -> Result<(), GpuError> {
+    pub fn each(&self, kernel: &'static str, count: usize, args: &[Box<dyn Arg>]) -> Result<(), GpuError> {
         self.launch("rows", None, kernel, geometry::each(count), args)
     }
 

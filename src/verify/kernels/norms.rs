@@ -5,7 +5,7 @@ use lockstep_reference::ndarray::{Array1, Array2, s};
 use lockstep_reference::{Recipe, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Lab, View};
+use super::lab::{Lab, View, given};
 use super::random::Random;
 use crate::device::cuda::gpu::{Arg, GpuError};
 use crate::model::Config;
@@ -86,20 +86,17 @@ fn launch(
     let width = w.len();
     let x = lab.placed(View::plain(n, width, width + 3), &x[..n * width])?;
     let (w, b, y) = (lab.floats(w)?, lab.floats(b)?, lab.room(View::plain(n, width, width + 5))?);
-    let (at, row, weights, bias) = (x.at(0), x.row(), w.at(0), b.at(0));
-    let (wide, out, out_row, count) = (width as i32, y.at(0), y.row(), n as i32);
     let (blocks, one_each) = (geometry::per_row(n, 512), geometry::threads(n, 1, 1));
-    let run = |launch, args: &[&dyn Arg]| lab.launch("norm", None, kernel, launch, args);
+    let run = |launch, args: &[Box<dyn Arg>]| lab.launch("norm", None, kernel, launch, args);
     let found = match kernel {
         "rms_norm" | "rms_norm_naive" => {
-            let args: [&dyn Arg; 8] = [&at, &row, &weights, &EPS, &wide, &out, &out_row, &count];
+            let args = given![x, x.row(), w, EPS, width, y, y.row(), n];
             let (launch, args) = if kernel == "rms_norm" { (blocks, &args[..7]) } else { (one_each, &args[..]) };
             lab.values(case, what, &y, &|| run(launch, args))?
         }
         "add_rms_norm" => {
             let delta = lab.placed(View::plain(n, width, width + 1), &delta[..n * width])?;
-            let (delta_at, delta_row) = (delta.at(0), delta.row());
-            let args: [&dyn Arg; 9] = [&at, &row, &delta_at, &delta_row, &weights, &EPS, &wide, &out, &out_row];
+            let args = given![x, x.row(), delta, delta.row(), w, EPS, width, y, y.row()];
             let seen = lab.thrice(&[&y, &x], &|| run(blocks, &args))?;
             let residual = seen.floats(case, what, 1, &x, &x.words());
             case.same(&format!("{what}: residual"), &residual, &summed[..n * width]);
@@ -107,7 +104,7 @@ fn launch(
         }
         in_place => {
             let (block, naive) = (geometry::per_row(n, 128), in_place == "layer_norm_naive");
-            let args: [&dyn Arg; 7] = [&at, &row, &weights, &bias, &EPS, &wide, &count];
+            let args = given![x, x.row(), w, b, EPS, width, n];
             let (launch, args) = if naive { (one_each, &args[..]) } else { (block, &args[..6]) };
             lab.values(case, what, &x, &|| run(launch, args))?
         }

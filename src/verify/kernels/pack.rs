@@ -4,7 +4,7 @@
 use lockstep_kernels::geometry;
 
 use super::case::{Case, check};
-use super::lab::{Lab, POISON, View, bytes_of};
+use super::lab::{Lab, POISON, View, bytes_of, given};
 use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::gpu::{Arg, GpuError};
@@ -31,12 +31,12 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
     // In two pieces that part inside a block, as a ring of any size would.
     let cut = bytes.len() / 3 + 1;
     let pieces = [(0usize, cut), (cut, bytes.len() - cut)];
-    let (file_at, planes_at) = (file.at(0), planes.at(0));
+    let launch =
+        |kernel, count, args: &[Box<dyn Arg>]| lab.launch("pack", Some(ty), kernel, geometry::each(count), args);
     let repack = || {
         for (first, n) in pieces {
-            let (from, first, n) = (file_at + first as u64, first as i64, n as i64);
-            let args: [&dyn Arg; 5] = [&from, &planes_at, &first, &n, &blocks];
-            lab.launch("pack", Some(ty), "repack", geometry::each(n as usize), &args)?;
+            let args = given![file.at(0) + first as u64, planes, first as i64, n as i64, blocks];
+            launch("repack", n, &args)?;
         }
         Ok(())
     };
@@ -64,12 +64,10 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
         "unpack" => {
             repack()?;
             let back = lab.poisoned(bytes.len().div_ceil(4))?;
-            let back_at = back.at(0);
             let seen = lab.thrice(&[&back], &|| {
                 for (first, n) in pieces {
-                    let (to, first, n) = (back_at + first as u64, first as i64, n as i64);
-                    let args: [&dyn Arg; 5] = [&planes_at, &to, &first, &n, &blocks];
-                    lab.launch("pack", Some(ty), "unpack", geometry::each(n as usize), &args)?;
+                    let args = given![planes, back.at(0) + first as u64, first as i64, n as i64, blocks];
+                    launch("unpack", n, &args)?;
                 }
                 Ok(())
             })?;
@@ -83,11 +81,8 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                 let mut other = bytes.to_vec();
                 (0..wrong).for_each(|i| other[i * (bytes.len() - 1) / 2] ^= 0x10);
                 let (other, found) = (lab.bytes(&other)?, lab.ints(&[5])?);
-                let (from, first, n, at) = (other.at(0), 0i64, bytes.len() as i64, found.at(0));
-                let seen = lab.thrice(&[&found], &|| {
-                    let args: [&dyn Arg; 6] = [&from, &planes_at, &first, &n, &blocks, &at];
-                    lab.launch("pack", Some(ty), "repack_check", geometry::each(bytes.len()), &args)
-                })?;
+                let args = given![other, planes, 0i64, bytes.len() as i64, blocks, found];
+                let seen = lab.thrice(&[&found], &|| launch("repack_check", bytes.len(), &args))?;
                 let count = seen.take(case, "count", 0, &found, &[0]);
                 case.equal("wrong bytes", &count, &[5 + wrong as u32]);
             }
@@ -105,12 +100,10 @@ fn round_trip(lab: &Lab<'_>, ty: QuantType, kernel: &str, bytes: &[u8], case: &m
                     case.problem(e.to_string());
                 }
                 let out = lab.poisoned(rows * cols)?;
-                let (wide, from, count, to) = (cols as i32, first as i64, rows as i32, out.at(0));
+                let args = given![planes, blocks, cols, first as i64, rows, out];
                 let what = format!("{rows} rows of {cols} from row {first}");
-                let found = lab.values(case, &what, &out, &|| {
-                    let args: [&dyn Arg; 6] = [&planes_at, &blocks, &wide, &from, &count, &to];
-                    lab.launch("pack", Some(ty), "dequantise", geometry::each(rows * cols / 16 + 1), &args)
-                })?;
+                let go = || launch("dequantise", rows * cols / 16 + 1, &args);
+                let found = lab.values(case, &what, &out, &go)?;
                 case.same(&what, &found, &expected);
             }
         }
@@ -133,9 +126,8 @@ fn embed(lab: &Lab<'_>, ty: QuantType, cols: usize, case: &mut Case) -> Result<(
         })
         .collect();
     let (id_area, y) = (lab.ints(&ids)?, lab.room(View::plain(ids.len(), cols, cols + 3))?);
-    let (matrix, at, to, launch) = (w.matrix(), id_area.at(0), y.rows(), geometry::per_row(ids.len(), 128));
-    let found = lab
-        .values(case, "rows", &y, &|| lab.launch("matmul", Some(ty), "embed", launch, &[&matrix, &first, &at, &to]))?;
+    let (launch, args) = (geometry::per_row(ids.len(), 128), given![w.matrix(), first, id_area, y.rows()]);
+    let found = lab.values(case, "rows", &y, &|| lab.launch("matmul", Some(ty), "embed", launch, &args))?;
     case.same("rows", &found, &expected);
     Ok(())
 }

@@ -5,12 +5,12 @@ use lockstep_kernels::geometry::{self, Launch};
 use lockstep_reference::ndarray::{Array2, Axis, s};
 use lockstep_reference::{Arith, Recipe};
 
-use super::case::{Case, check, rows_of};
-use super::lab::{Area, Lab, View};
+use super::case::{Case, Gone, check, rows_of};
+use super::lab::{Area, Lab, View, given};
 use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::quant::QuantType;
 use crate::report::Check;
 use crate::verify::floor::Floored;
@@ -119,141 +119,152 @@ impl Floors {
     }
 }
 
-/// One shape: its matrices, activations, and what the reference makes of them.
-struct Bench<'a> {
-    lab: &'a Lab<'a>,
-    shape: &'a Shape,
-    w: Stored,
-    x: Vec<f32>,
-    floors: Floors,
+/// A launch of a kernel over the first tokens of activations, at an operand rounding: all that it gives, a row per row
+/// of the activations.
+pub type Run<'a> = dyn Fn(&mut Case, &'static str, usize, i32, &[f32]) -> Result<Array2<f64>, GpuError> + 'a;
+
+/// Kernels that multiply the same activations, on one shape.
+pub struct Product<'a> {
+    /// The shape.
+    pub shape: &'a Shape,
+    /// The activations, rows of the shape's columns.
+    pub x: Vec<f32>,
+    /// Rows of a token.
+    pub groups: usize,
+    /// Whether something is multiplied with a row.
+    pub used: Box<dyn Fn(usize) -> bool + 'a>,
+    /// What the reference makes of them.
+    pub floors: Floors,
+    /// Runs a kernel.
+    pub run: Box<Run<'a>>,
+}
+
+impl<'a> Product<'a> {
+    /// Tries the naive kernel over `most` tokens, then each fast one over so many, at both operand roundings: against the
+    /// truth, against the naive one, and with values planted.
+    pub fn check(
+        made: impl FnOnce() -> Result<Product<'a>, GpuError>,
+        name: &dyn Fn(&str) -> String,
+        (naive, most): (&'static str, usize),
+        fast: &[(&'static str, &[usize])],
+        out: &mut Vec<Check>,
+    ) {
+        let (mut product, mut twins) = (None, Vec::new());
+        out.push(check(name(naive), |case| {
+            let made = made()?;
+            for recipe in [0, 1] {
+                let all = (made.run)(case, naive, most, recipe, &made.x)?;
+                made.floors.judge(case, most, recipe, &all);
+                twins.push(all);
+            }
+            product = Some(made);
+            Ok(())
+        }));
+        let Some(Product { x, floors, run, .. }) = &product else { return };
+        for (kernel, counts) in fast {
+            out.push(check(name(kernel), |case| {
+                for n in counts.iter().copied().filter(|n| *n <= most) {
+                    for recipe in [0, 1] {
+                        let all = run(case, kernel, n, recipe, x)?;
+                        floors.judge(case, n, recipe, &all);
+                        floors.judge_twins(case, n, recipe, &all, &twins[recipe as usize]);
+                    }
+                }
+                let n = counts[counts.len() - 1].min(most);
+                product.as_ref().map_or(Ok(()), |product| product.planted(case, kernel, n))
+            }));
+        }
+    }
+
+    /// A NaN in the rows of one token, an infinity in those of another, and a NaN in a row that is not used: what is used
+    /// of them is lost, and nothing else changes by a bit.
+    fn planted(&self, case: &mut Case, kernel: &'static str, n: usize) -> Result<(), GpuError> {
+        let (cols, groups) = (self.shape.cols, self.groups);
+        let idle = (0..n * groups).find(|row| !(self.used)(*row));
+        let value = |row: usize| match row / groups {
+            t if t == n / 2 || Some(row) == idle => Some(f32::NAN),
+            t if t == n - 1 && n > 2 => Some(f32::INFINITY),
+            _ => None,
+        };
+        let mut x = self.x.clone();
+        for row in 0..n * groups {
+            value(row).into_iter().for_each(|v| x[row * cols + self.shape.own.1 - 1] = v);
+        }
+        let clean = (self.run)(case, kernel, n, 0, &self.x)?;
+        let found = (self.run)(case, kernel, n, 0, &x)?;
+        case.lost(&format!("n = {n} with NaN and infinity"), &found, &clean, &|row| {
+            value(row).filter(|_| (self.used)(row)).map(|v| if v.is_nan() { f64::is_nan } else { not_finite as Gone })
+        });
+        Ok(())
+    }
+}
+
+fn not_finite(v: f64) -> bool {
+    !v.is_finite()
 }
 
 /// Every product kernel on one shape.
 pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
     let name = |kernel: &str| format!("{kernel}<{}> {}", shape.ty, shape.name());
-    let mut bench = None;
-    let mut naive = Vec::new();
-    out.push(check(name("matmul_naive"), |case| {
-        let made = Bench::new(lab, shape)?;
-        for recipe in [0, 1] {
-            let all = made.launch(case, "matmul_naive", shape.most, recipe, &made.x)?;
-            made.floors.judge(case, shape.most, recipe, &all);
-            naive.push(all);
-        }
-        bench = Some(made);
-        Ok(())
-    }));
-    let Some(bench) = bench else { return };
-    for (kernel, counts) in KERNELS {
-        out.push(check(name(kernel), |case| {
-            for n in counts.iter().copied().filter(|n| *n <= shape.most) {
-                for recipe in [0, 1] {
-                    let all = bench.launch(case, kernel, n, recipe, &bench.x)?;
-                    bench.floors.judge(case, n, recipe, &all);
-                    bench.floors.judge_twins(case, n, recipe, &all, &naive[recipe as usize]);
-                }
-            }
-            bench.planted(case, kernel, counts[counts.len() - 1].min(shape.most))
-        }));
+    Product::check(|| product(lab, shape), &name, ("matmul_naive", shape.most), &KERNELS, out);
+}
+
+/// `[n][groups][width]` with a gap behind every group and row; `odd` if neither starts at a whole load.
+pub fn lay(n: usize, groups: usize, width: usize, odd: bool) -> View {
+    match odd {
+        true => View::groups(n, groups, width, 3, 2),
+        false => View::groups(n, groups, width, width.next_multiple_of(4) + 4 - width, 8),
     }
 }
 
-impl<'a> Bench<'a> {
-    fn new(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Self, GpuError> {
-        let name = format!("{} {}", shape.ty, shape.name());
-        let w = Stored::random(lab, &name, shape.ty, [shape.stack, shape.rows, shape.cols])?;
-        let (stack, cols) = (shape.stack, shape.cols);
-        let mut x = Random::of(&format!("x {name}")).values(shape.most * stack * cols);
-        for group in x.chunks_exact_mut(cols) {
-            group[..shape.own.0].fill(0.0);
-            group[shape.own.1..].fill(0.0);
-        }
-        let judged = w.sampled(JUDGED.div_ceil(stack).max(16));
-        let values: Vec<Array2<f32>> = (0..stack).map(|g| w.values(g, &judged)).collect();
-        let op = |a: Arith, x: &Array2<f64>| {
-            let mut y = Array2::zeros((x.nrows(), judged.len()));
-            for (g, w) in values.iter().enumerate() {
-                let of_group = x.slice(s![g..;stack, ..]).to_owned();
-                y.slice_mut(s![g..;stack, ..]).assign(&a.weigh(of_group.view(), w.view()));
-            }
-            y
-        };
-        let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
-        Ok(Bench { lab, shape, w, x, floors })
+/// Rows of x per token and matrix of the stack.
+fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuError> {
+    let Shape { ty, stack, rows, cols, own, odd, most } = *shape;
+    let name = format!("{ty} {}", shape.name());
+    let w = Stored::random(lab, &name, ty, [stack, rows, cols])?;
+    let mut x = Random::of(&format!("x {name}")).values(most * stack * cols);
+    for group in x.chunks_exact_mut(cols) {
+        group[..own.0].fill(0.0);
+        group[own.1..].fill(0.0);
     }
-
-    /// All values of `[n][groups][rows]`, a row per token and group.
-    fn launch(
-        &self,
-        case: &mut Case,
-        kernel: &'static str,
-        n: usize,
-        recipe: i32,
-        x: &[f32],
-    ) -> Result<Array2<f64>, GpuError> {
-        let Shape { ty, stack, rows, cols, own, odd, .. } = *self.shape;
-        let pad = if odd { 3 } else { 4 };
-        let lay = |width: usize| {
-            let group = if odd { width + pad } else { width.next_multiple_of(4) + pad };
-            View { start: 0, rows: n, row: stack * group + pad, groups: stack, group, width }
-        };
-        let (from, to) = (lay(cols), lay(rows));
+    let judged = w.sampled(JUDGED.div_ceil(stack).max(16));
+    let values: Vec<Array2<f32>> = (0..stack).map(|g| w.values(g, &judged)).collect();
+    let op = |a: Arith, x: &Array2<f64>| {
+        let mut y = Array2::zeros((x.nrows(), judged.len()));
+        for (g, w) in values.iter().enumerate() {
+            let of_group = x.slice(s![g..;stack, ..]).to_owned();
+            y.slice_mut(s![g..;stack, ..]).assign(&a.weigh(of_group.view(), w.view()));
+        }
+        y
+    };
+    let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
+    let run: Box<Run<'a>> = Box::new(move |case, kernel, n, recipe, x| {
+        let (from, y) = (lay(n, stack, cols, odd), lab.room(lay(n, stack, rows, odd))?);
         // Behind the last row of x, and between rows, lies poison; the covering columns' zeros come from `widen`.
-        let area = if own == (0, cols) {
-            self.lab.placed(from, &x[..n * stack * cols])?
-        } else {
-            self.widened(case, from, &x[..n * stack * cols])?
-        };
-        let y = self.lab.room(to)?;
+        let x = &x[..n * stack * cols];
+        let area = if own == (0, cols) { lab.placed(from, x)? } else { widened(lab, shape, case, from, x)? };
         let launch: Launch = match kernel {
             "gemm" => geometry::gemm(rows, n, stack),
             "matmul_naive" => geometry::threads(rows, n, stack),
             _ => geometry::gemv(rows, stack),
         };
-        let args: [&dyn Arg; 5] = [&self.w.matrix(), &area.rows(), &y.rows(), &(n as i32), &recipe];
+        let args = given![w.matrix(), area.rows(), y.rows(), n, recipe];
         let what = format!("n = {n}, recipe {recipe}");
-        let go = || self.lab.launch("matmul", Some(ty), kernel, launch, &args);
-        Ok(rows_of(&self.lab.values(case, &what, &y, &go)?, rows))
-    }
+        let go = || lab.launch("matmul", Some(ty), kernel, launch, &args);
+        Ok(rows_of(&lab.values(case, &what, &y, &go)?, rows))
+    });
+    Ok(Product { shape, x, groups: stack, used: Box::new(|_| true), floors, run })
+}
 
-    /// The rank's own columns, put between zeros by the kernel that the engine uses for it.
-    fn widened(&self, case: &mut Case, view: View, x: &[f32]) -> Result<Area, GpuError> {
-        let (lab, (first, end), cols) = (self.lab, self.shape.own, self.shape.cols);
-        let narrow: Vec<f32> = x.chunks_exact(cols).flat_map(|row| row[first..end].iter().copied()).collect();
-        let source = lab.placed(View::plain(view.rows, end - first, end - first + 2), &narrow)?;
-        let wide = lab.poisoned(view.rows * cols)?;
-        let (Rows { at: from, row, group }, groups, width) = (source.rows(), 1i32, (end - first) as i32);
-        let (at, to, all, n) = (first as i32, wide.at(0), cols as i32, view.rows as i32);
-        let args: [&dyn Arg; 9] = [&from, &row, &group, &groups, &width, &at, &to, &all, &n];
-        let found = lab.values(case, "widen", &wide, &|| lab.each("widen", view.rows * cols, &args))?;
-        case.same("widen", &found, x);
-        lab.placed(view, &found)
-    }
-
-    /// A NaN in one row and an infinity in another: all of these rows are lost, and the others do not change by a bit.
-    fn planted(&self, case: &mut Case, kernel: &'static str, n: usize) -> Result<(), GpuError> {
-        let Shape { stack, cols, own, .. } = *self.shape;
-        let mut x = self.x.clone();
-        let plant = |x: &mut [f32], t: usize, v: f32| {
-            for g in 0..stack {
-                x[(t * stack + g) * cols + own.1 - 1] = v;
-            }
-        };
-        plant(&mut x, n / 2, f32::NAN);
-        if n > 2 {
-            plant(&mut x, n - 1, f32::INFINITY);
-        }
-        let clean = self.launch(case, kernel, n, 0, &self.x)?;
-        let found = self.launch(case, kernel, n, 0, &x)?;
-        for (i, (found, clean)) in found.rows().into_iter().zip(clean.rows()).enumerate() {
-            let t = i / stack;
-            let lost = t == n / 2 || (n > 2 && t == n - 1);
-            let good = if lost { found.iter().all(|v| !v.is_finite()) } else { found == clean };
-            let expected = if lost { "nothing finite" } else { "the values of the clean run" };
-            case.holds(good, || {
-                format!("n = {n} with NaN and infinity: row {t}: expected {expected}, found {found:.3}")
-            });
-        }
-        Ok(())
-    }
+/// The rank's own columns, put between zeros by the kernel that the engine uses for it.
+fn widened(lab: &Lab<'_>, shape: &Shape, case: &mut Case, view: View, x: &[f32]) -> Result<Area, GpuError> {
+    let ((first, end), cols) = (shape.own, shape.cols);
+    let narrow: Vec<f32> = x.chunks_exact(cols).flat_map(|row| row[first..end].iter().copied()).collect();
+    let source = lab.placed(View::plain(view.rows, end - first, end - first + 2), &narrow)?;
+    let wide = lab.poisoned(view.rows * cols)?;
+    let Rows { at, row, group } = source.rows();
+    let args = given![at, row, group, 1usize, end - first, first, wide, cols, view.rows];
+    let found = lab.values(case, "widen", &wide, &|| lab.each("widen", view.rows * cols, &args))?;
+    case.same("widen", &found, x);
+    lab.placed(view, &found)
 }

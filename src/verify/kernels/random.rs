@@ -1,22 +1,20 @@
 //! Random inputs that depend on nothing but a name, so that every run sees the same ones.
 
-/// splitmix64.
-pub struct Random(u64);
+use crate::synth;
+
+/// splitmix64, from the name's FNV-1a.
+pub struct Random(synth::Random);
 
 impl Random {
     /// Numbers of their own for every name.
     pub fn of(name: &str) -> Self {
         let fold = |hash: u64, b: u8| (hash ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3);
-        Random(name.bytes().fold(0xcbf2_9ce4_8422_2325, fold))
+        Random(synth::Random(name.bytes().fold(0xcbf2_9ce4_8422_2325, fold)))
     }
 
     /// 64 random bits.
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.next()
     }
 
     /// A number below `n`.

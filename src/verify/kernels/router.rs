@@ -7,12 +7,12 @@ use lockstep_reference::ndarray::{Array1, Array2, Array3};
 use lockstep_reference::{Arith, Recipe, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Lab, View};
+use super::lab::{Lab, View, given};
 use super::random::Random;
 use super::slots::sorted;
 use crate::device::Router;
 use crate::device::cuda::RouterArg;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::model::Config;
 use crate::report::Check;
 use crate::verify::floor::Floored;
@@ -97,12 +97,12 @@ fn route(lab: &Lab<'_>, r: &RouterArg, kernel: &'static str, case: &mut Case) ->
         let (bias_area, position, ids) = (lab.floats(&bias)?, lab.ints(&positions)?, lab.poisoned(n * used)?);
         let scores = lab.room(View::plain(n, experts, experts + 1))?;
         let weights = lab.room(View::plain(n, used, used + 3))?;
-        let (at, row, b, p, count) = (area.at(0), area.row(), bias_area.at(0), position.at(0), n as i32);
-        let (c, c_row, chosen, w, w_row) = (scores.at(0), scores.row(), ids.at(0), weights.at(0), weights.row());
         let naive = kernel == "route_naive";
         let shared = 4 * (r.experts + r.groups + r.groups_used.max(r.used)) as u32;
-        let fast: [&dyn Arg; 8] = [r, &at, &row, &b, &p, &c, &c_row, &chosen];
-        let slow: [&dyn Arg; 11] = [r, &at, &row, &b, &p, &count, &c, &c_row, &chosen, &w, &w_row];
+        let mut fast = given![*r, area, area.row(), bias_area, position];
+        let mut slow = given![*r, area, area.row(), bias_area, position, n];
+        fast.extend(given![scores, scores.row(), ids]);
+        slow.extend(given![scores, scores.row(), ids, weights, weights.row()]);
         let seen = lab.thrice(&[&scores, &ids, &weights], &|| match naive {
             true => lab.launch("router", None, kernel, geometry::threads(n, 1, 1), &slow),
             false => lab.launch("router", None, kernel, Launch { shared, ..geometry::per_row(n, 256) }, &fast),
@@ -153,7 +153,7 @@ fn expert_weights(lab: &Lab<'_>, r: &RouterArg, case: &mut Case) -> Result<(), G
     let floor = weights_floor(lab, r, &rows_of(&x, experts), &ids);
     let (area, id_area) = (lab.placed(View::plain(TOKENS, experts, experts + 3), &x)?, lab.ints(&ids)?);
     let y = lab.room(View::plain(TOKENS, used, used + 2))?;
-    let args: [&dyn Arg; 6] = [r, &area.at(0), &area.row(), &id_area.at(0), &y.at(0), &y.row()];
+    let args = given![*r, area, area.row(), id_area, y, y.row()];
     let launch = Launch { shared: 4 * r.experts as u32, ..geometry::per_row(TOKENS, 256) };
     let found = lab.values(case, "weights", &y, &|| lab.launch("router", None, "expert_weights", launch, &args))?;
     case.judge("weights", &rows_of(&found, used), &floor);
@@ -174,10 +174,8 @@ fn group(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             .collect();
         let most = slots.div_ceil(tile) + experts.min(slots);
         let (id_area, order, tiles) = (lab.ints(&ids)?, lab.poisoned(slots)?, lab.poisoned(3 * most)?);
-        let (at, n, e, size, to, cut, all) =
-            (id_area.at(0), slots as i32, experts as i32, tile as i32, order.at(0), tiles.at(0), most as i32);
         let launch = Launch { grid: (1, 1, 1), block: 1024, shared: 8 * (experts as u32 + 1) };
-        let args: [&dyn Arg; 7] = [&at, &n, &e, &size, &to, &cut, &all];
+        let args = given![id_area, slots, experts, tile, order, tiles, most];
         let seen = lab.thrice(&[&order, &tiles], &|| lab.launch("router", None, "group", launch, &args))?;
         let (expected_tiles, expected_order) = sorted(&ids, experts, tile);
         let what = format!("{slots} slots, {experts} experts, tiles of {tile}");
@@ -217,10 +215,8 @@ fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuEr
         let (row_area, id_area) = (lab.words(image)?, lab.ints(&ids)?);
         let w_area = lab.placed(View::plain(n, slots, slots + 2), &weights)?;
         let out = lab.room(View::plain(n, width, width + 3))?;
-        let (at, id, count, wide) = (row_area.at(0), id_area.at(0), slots as i32, width as i32);
-        let (w_at, w_row, o, o_row) = (w_area.at(0), w_area.row(), out.at(0), out.row());
         let launch = Launch { grid: (width.div_ceil(256) as u32, n as u32, 1), block: 256, shared: 0 };
-        let args: [&dyn Arg; 9] = [&at, &id, &experts, &count, &wide, &w_at, &w_row, &o, &o_row];
+        let args = given![row_area, id_area, experts, slots, width, w_area, w_area.row(), out, out.row()];
         let what = format!("{n} x {slots} slots x {width}");
         let found = lab.values(case, &what, &out, &|| lab.launch("router", None, "combine_slots", launch, &args))?;
         case.judge(&what, &rows_of(&found, width), &floor);

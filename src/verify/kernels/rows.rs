@@ -6,9 +6,9 @@ use lockstep_reference::ndarray::{Array2, Array3};
 use lockstep_reference::{Recipe, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Lab, View, bytes_of};
+use super::lab::{Lab, View, bytes_of, given};
 use super::random::Random;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::device::cuda::virtual_ranks::MOST_RANKS;
 use crate::device::cuda::{Ranks, Rows};
 use crate::model::Config;
@@ -41,8 +41,8 @@ fn rope_table(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError
     for (positions, width, base) in [(5000usize, c.rope, c.rope_base), (70_001, 8, 1e6), (3, 2, 10_000.0)] {
         let pairs = width / 2;
         let table = lab.poisoned(positions * width)?;
-        let (at, p, w, count) = (table.at(0), positions as i32, width as i32, positions * pairs);
-        let found = lab.values(case, "table", &table, &|| lab.each("rope_table", count, &[&at, &p, &w, &base]))?;
+        let args = given![table, positions, width, base];
+        let found = lab.values(case, "table", &table, &|| lab.each("rope_table", positions * pairs, &args))?;
         for (i, pair) in found.chunks_exact(2).enumerate() {
             let (position, i) = ((i / pairs) as f64, (i % pairs) as f64);
             let angle = position * base.powf(-2.0 * i / width as f64);
@@ -63,8 +63,7 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
     let positions = [0i32, 1, -1, 4099, 17, 3000, -1, 2, 5];
     for (heads, width, gap) in [(1usize, c.rope, 0usize), (c.heads, c.rope, c.nope), (3, 6, 5)] {
         for n in [1, 3, positions.len()] {
-            let view =
-                View { start: gap, rows: n, row: heads * (width + gap) + 7, groups: heads, group: width + gap, width };
+            let view = View { start: gap, ..View::groups(n, heads, width, gap, 7) };
             let x = Random::of(&format!("rope {heads} {width}")).values(n * heads * width);
             let known: Vec<usize> = positions[..n].iter().map(|p| (*p).max(0) as usize).collect();
             let truth = Array3::from_shape_fn((n, heads, width), |(t, h, i)| f64::from(x[(t * heads + h) * width + i]));
@@ -82,9 +81,7 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
                 .collect();
             let (table, area) = (lab.floats(&table)?, lab.placed(view, &x)?);
             let step = lab.step(&positions[..n], &vec![0; n], &[0], 1, 32)?;
-            let (at, row, start, stride) = (area.at(0), area.row(), gap as i32, view.group as i32);
-            let (w, count, angles, rows) = (width as i32, heads as i32, table.at(0), n as i32);
-            let args: [&dyn Arg; 9] = [&at, &row, &start, &stride, &w, &count, &angles, &step.tokens, &rows];
+            let args = given![area, area.row(), gap, view.group, width, heads, table, step.tokens, n];
             let what = format!("{n} x {heads} heads of {width}");
             let found = lab.values(case, &what, &area, &|| lab.each("rope", n * heads * width / 2, &args))?;
             // Padding stays as it is; the rest turns.
@@ -111,19 +108,18 @@ fn moved(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let y = Random::of("other").values(n * width);
         let (from, to) = (View::plain(n, width, width + 3), View::plain(n, width, width + 1));
         let (x_area, y_area, z) = (lab.placed(from, &x)?, lab.placed(to, &y)?, lab.room(to)?);
-        let (x_at, x_row, y_at, y_row, z_at) = (x_area.at(0), x_area.row(), y_area.at(0), y_area.row(), z.at(0));
-        let (w, count, factor) = (width as i32, n as i32, 0.3f32);
+        let factor = 0.3f32;
         let scaled: Vec<f32> = x.iter().map(|v| v * factor).collect();
         let added: Vec<f32> = x.iter().zip(&y).map(|(a, b)| a + b).collect();
-        let copy: &[&dyn Arg] = &[&x_at, &x_row, &w, &z_at, &y_row, &count];
-        let scale: &[&dyn Arg] = &[&x_at, &x_row, &w, &factor, &count];
+        let copy = given![x_area, x_area.row(), width, z, z.row(), n];
+        let scale = given![x_area, x_area.row(), width, factor, n];
         // From where `scale` left x: put back first, as every repeat does.
-        let add: &[&dyn Arg] = &[&x_at, &x_row, &y_at, &y_row, &w, &count];
+        let add = given![x_area, x_area.row(), y_area, y_area.row(), width, n];
         let what = format!("{n} x {width}");
         for (kernel, args, out, expected) in
             [("copy", copy, &z, &x), ("scale", scale, &x_area, &scaled), ("add", add, &x_area, &added)]
         {
-            let found = lab.values(case, &what, out, &|| lab.each(kernel, x.len(), args))?;
+            let found = lab.values(case, &what, out, &|| lab.each(kernel, x.len(), &args))?;
             case.same(&format!("{kernel} {what}"), &found, expected);
         }
     }
@@ -134,12 +130,11 @@ fn widen(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (n, groups, width, from, wide) in
         [(1usize, 1usize, 5usize, 0usize, 5usize), (3, 4, 37, 11, 64), (9, 2, 200, 56, 256)]
     {
-        let view = View { start: 2, rows: n, row: groups * (width + 3) + 4, groups, group: width + 3, width };
+        let view = View { start: 2, ..View::groups(n, groups, width, 3, 4) };
         let x = Random::of("widen").values(n * groups * width);
         let (x_area, y) = (lab.placed(view, &x)?, lab.poisoned(n * groups * wide)?);
-        let (Rows { at, row, group }, g, w) = (x_area.rows(), groups as i32, width as i32);
-        let (first, to, all, count) = (from as i32, y.at(0), wide as i32, n as i32);
-        let args: [&dyn Arg; 9] = [&at, &row, &group, &g, &w, &first, &to, &all, &count];
+        let Rows { at, row, group } = x_area.rows();
+        let args = given![at, row, group, groups, width, from, y, wide, n];
         let found = lab.values(case, "widen", &y, &|| lab.each("widen", n * groups * wide, &args))?;
         let mut expected = vec![0.0; n * groups * wide];
         for (to, x) in expected.chunks_exact_mut(wide).zip(x.chunks_exact(width)) {
@@ -156,8 +151,7 @@ fn take_rows(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     let x = Random::of("take").values(rows * width);
     let (x_area, ids) = (lab.placed(View::plain(rows, width, width + 2), &x)?, lab.ints(&wanted)?);
     let y = lab.room(View::plain(wanted.len(), width, width + 1))?;
-    let (at, row, w, list, out) = (x_area.at(0), x_area.row(), width as i32, ids.at(0), y.at(0));
-    let args: [&dyn Arg; 7] = [&at, &row, &w, &list, &out, &y.row(), &(wanted.len() as i32)];
+    let args = given![x_area, x_area.row(), width, ids, y, y.row(), wanted.len()];
     let found = lab.values(case, "rows", &y, &|| lab.each("take_rows", wanted.len() * width, &args))?;
     let expected: Vec<f32> = wanted
         .iter()
@@ -170,14 +164,7 @@ fn take_rows(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
 fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
     let shapes = [(1usize, 1usize, c.shared_ffn().max(32)), (9, 1, 333), (3, 5, c.expert_ffn / lab.tp), (2, 3, 40)];
     for (n, groups, width) in shapes {
-        let view = View {
-            start: 0,
-            rows: n,
-            row: groups * (2 * width + 3) + 1,
-            groups,
-            group: 2 * width + 3,
-            width: 2 * width,
-        };
+        let view = View::groups(n, groups, 2 * width, 3, 1);
         let mut x = Random::of("swiglu").values(n * groups * 2 * width);
         x.iter_mut().enumerate().for_each(|(i, v)| *v *= if i % 7 == 0 { 30.0 } else { 2.0 });
         // exp overflows and vanishes; what is left is 0 or the gate itself.
@@ -193,8 +180,8 @@ fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             })
         });
         let (area, y) = (lab.placed(view, &x)?, lab.room(View::plain(n, groups * width, groups * width + 3))?);
-        let (Rows { at, row, group }, g, w) = (area.rows(), groups as i32, width as i32);
-        let args: [&dyn Arg; 8] = [&at, &row, &group, &g, &w, &y.at(0), &y.row(), &(n as i32)];
+        let Rows { at, row, group } = area.rows();
+        let args = given![at, row, group, groups, width, y, y.row(), n];
         let what = format!("{n} x {groups} x {width}");
         let found = lab.values(case, &what, &y, &|| lab.each("swiglu", n * groups * width, &args))?;
         let found = rows_of(&found, width);
@@ -216,9 +203,8 @@ fn sum_ranks(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let areas = values.iter().map(|v| lab.placed(view, v)).collect::<Result<Vec<_>, _>>()?;
         let mut ranks = Ranks { at: [0; MOST_RANKS] };
         ranks.at.iter_mut().zip(&areas).for_each(|(to, area)| *to = area.at(0));
-        let (count, row, w, rows) = (tp as i32, view.row as i64, width as i32, n as i32);
-        let outs: Vec<_> = areas.iter().collect();
-        let seen = lab.thrice(&outs, &|| lab.each("sum_ranks", n * width, &[&ranks, &count, &row, &w, &rows]))?;
+        let (args, outs) = (given![ranks, tp, view.row as i64, width, n], areas.iter().collect::<Vec<_>>());
+        let seen = lab.thrice(&outs, &|| lab.each("sum_ranks", n * width, &args))?;
         let expected: Vec<f32> = (0..n * width).map(|i| values.iter().fold(0.0f32, |sum, v| sum + v[i])).collect();
         for (r, area) in areas.iter().enumerate() {
             let found = seen.floats(case, &format!("rank {r}"), r, area, &view.words());
@@ -232,8 +218,8 @@ fn fill(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     // The last count is more than one value per thread of the largest grid.
     for count in [1usize, 255, 257, 4096 * 256 + 3] {
         let area = lab.room(View { start: 2, ..View::plain(1, count, count + 3) })?;
-        let (at, n, value) = (area.at(2), count as i64, -1.5f32);
-        let found = lab.values(case, "fill", &area, &|| lab.each("fill", count, &[&at, &n, &value]))?;
+        let args = given![area.at(2), count as i64, -1.5f32];
+        let found = lab.values(case, "fill", &area, &|| lab.each("fill", count, &args))?;
         case.same(&format!("{count} values"), &found, &vec![-1.5; count]);
     }
     Ok(())
@@ -248,8 +234,8 @@ fn count_nonfinite(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         }
         // Poison, which is no number, lies between the rows.
         let (area, found) = (lab.placed(View::plain(n, width, width + 3), &x)?, lab.ints(&[7])?);
-        let (at, row, w, rows, to) = (area.at(0), area.row(), width as i32, n as i32, found.at(0));
-        let seen = lab.thrice(&[&found], &|| lab.each("count_nonfinite", n * width, &[&at, &row, &w, &rows, &to]))?;
+        let args = given![area, area.row(), width, n, found];
+        let seen = lab.thrice(&[&found], &|| lab.each("count_nonfinite", n * width, &args))?;
         let count = seen.take(case, "count", 0, &found, &[0]);
         case.equal(&format!("{n} x {width}"), &count, &[7 + wrong as u32]);
     }
@@ -262,10 +248,9 @@ fn halves(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     x.extend(special());
     x.extend((0..64u32).map(|i| f32::from_bits(0x3f80_8000 + (i << 15))));
     let expected: Vec<bf16> = x.iter().map(|v| bf16::from_f32(*v)).collect();
-    let n = x.len() as i64;
     let (from, to) = (lab.floats(&x)?, lab.poisoned(x.len().div_ceil(2))?);
-    let (at, out) = (from.at(0), to.at(0));
-    let seen = lab.thrice(&[&to], &|| lab.each("to_bf16", x.len(), &[&at, &out, &n]))?;
+    let args = given![from, to, x.len() as i64];
+    let seen = lab.thrice(&[&to], &|| lab.each("to_bf16", x.len(), &args))?;
     let words: Vec<usize> = (0..x.len() / 2).collect();
     seen.take(case, "bf16", 0, &to, &words);
     let wide = |bits: u16| bf16::from_bits(bits).to_f32();
@@ -275,8 +260,8 @@ fn halves(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     case.same("to_bf16", &found, &expected_wide);
     let bytes: Vec<u8> = expected.iter().flat_map(|h| h.to_le_bytes()).collect();
     let (halves, back) = (lab.bytes(&bytes)?, lab.poisoned(x.len())?);
-    let (at, out) = (halves.at(0), back.at(0));
-    let found = lab.values(case, "f32", &back, &|| lab.each("from_bf16", x.len(), &[&at, &out, &n]))?;
+    let args = given![halves, back, x.len() as i64];
+    let found = lab.values(case, "f32", &back, &|| lab.each("from_bf16", x.len(), &args))?;
     case.same("from_bf16", &found, &expected_wide);
     Ok(())
 }

@@ -3,10 +3,10 @@
 use lockstep_kernels::geometry::{self, Launch};
 
 use super::case::{Case, check};
-use super::lab::{Lab, View};
+use super::lab::{Lab, View, given};
 use super::random::Random;
 use crate::device::Draw;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::report::Check;
 
 /// Both kernels.
@@ -39,9 +39,7 @@ fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let temperatures = lab.words((0..n).map(|i| draw(i).temperature.to_bits()).collect())?;
         let seeds = lab.words((0..n).flat_map(|i| [draw(i).seed as u32, (draw(i).seed >> 32) as u32]).collect())?;
         let position = lab.ints(&positions)?;
-        let (at, stride, w, to) = (area.at(0), area.row(), width as i32, out.at(0));
-        let (t, s, p) = (temperatures.at(0), seeds.at(0), position.at(0));
-        let args: [&dyn Arg; 8] = [&at, &stride, &w, &first, &t, &s, &p, &to];
+        let args = given![area, area.row(), width, first, temperatures, seeds, position, out];
         let launch = geometry::per_row(n, block);
         let seen = lab.thrice(&[&out], &|| lab.launch("sample", None, "best_token", launch, &args))?;
         let found = seen.take(case, "pairs", 0, &out, &out.words());
@@ -80,9 +78,7 @@ fn advance(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let words: Vec<u32> = pairs.iter().flat_map(|(v, id)| [v.to_bits(), *id as u32]).collect();
         let (pairs_area, ids) = (lab.words(words)?, lab.ints(&vec![3; n])?);
         let (position, tokens, count) = (lab.ints(&positions)?, lab.poisoned(ring * n)?, lab.words(vec![step])?);
-        let (p, r, stride, rows, id) = (pairs_area.at(0), ranks as i32, row as i32, n as i32, ids.at(0));
-        let (at, to, places, steps) = (position.at(0), tokens.at(0), ring as i32, count.at(0));
-        let args: [&dyn Arg; 9] = [&p, &r, &stride, &rows, &id, &at, &to, &places, &steps];
+        let args = given![pairs_area, ranks, row, n, ids, position, tokens, ring, count];
         let launch = Launch { grid: (1, 1, 1), block: 32, shared: 0 };
         let outs = [&ids, &position, &tokens, &count];
         let seen = lab.thrice(&outs, &|| lab.launch("sample", None, "advance", launch, &args))?;

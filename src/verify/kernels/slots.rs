@@ -6,12 +6,12 @@ use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::{Arith, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Lab, View};
-use super::products::{Floors, Shape};
+use super::lab::{Lab, given};
+use super::products::{Floors, Product, Run, Shape, lay};
 use super::random::Random;
 use super::weights::Stored;
 use crate::device::cuda::Rows;
-use crate::device::cuda::gpu::{Arg, GpuError};
+use crate::device::cuda::gpu::GpuError;
 use crate::report::Check;
 
 /// Slots of a token.
@@ -20,6 +20,8 @@ const SLOTS: usize = 5;
 const TOKENS: usize = 40;
 /// Rows of W that the host multiplies.
 const JUDGED: usize = 48;
+/// Fast kernels and the numbers of tokens that they take.
+const KERNELS: [(&str, &[usize]); 2] = [("gemv_slots", &[1, 3, 8]), ("gemm_slots", &[9, TOKENS])];
 
 /// Ids of every slot. Three of four go to expert 0, so that it has more slots than a tile holds.
 fn hostile(experts: usize, tokens: usize) -> Vec<i32> {
@@ -52,80 +54,32 @@ pub fn sorted(ids: &[i32], experts: usize, tile: usize) -> (Vec<[i32; 3]>, Vec<i
     (tiles, order)
 }
 
-/// One shape: a stack of experts and what the reference makes of the slots.
-struct Bench<'a> {
-    lab: &'a Lab<'a>,
-    shape: &'a Shape,
-    w: Stored,
-    ids: Vec<i32>,
-    x: Vec<f32>,
-    floors: Floors,
-}
-
 /// The slot kernels on a shape, whose stack is the experts.
 pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
     let name =
         |kernel: &str| format!("{kernel}<{}> {} experts of {} x {}", shape.ty, shape.stack, shape.rows, shape.cols);
-    let mut made = None;
-    let mut naive = Vec::new();
-    out.push(check(name("slots_naive"), |case| {
-        let bench = Bench::new(lab, shape)?;
-        for recipe in [0, 1] {
-            let all = bench.launch(case, "slots_naive", TOKENS, recipe, &bench.x)?;
-            bench.floors.judge(case, TOKENS, recipe, &all);
-            naive.push(all);
-        }
-        made = Some(bench);
-        Ok(())
-    }));
-    if let Some(bench) = made {
-        for (kernel, counts) in [("gemv_slots", &[1, 3, 8][..]), ("gemm_slots", &[9, TOKENS][..])] {
-            out.push(check(name(kernel), |case| {
-                for n in counts {
-                    for recipe in [0, 1] {
-                        let all = bench.launch(case, kernel, *n, recipe, &bench.x)?;
-                        bench.floors.judge(case, *n, recipe, &all);
-                        bench.floors.judge_twins(case, *n, recipe, &all, &naive[recipe as usize]);
-                    }
-                }
-                bench.planted(case, kernel, counts[counts.len() - 1])
-            }));
-        }
-    }
+    Product::check(|| product(lab, shape), &name, ("slots_naive", TOKENS), &KERNELS, out);
     out.push(check(name("gemv_gate_up"), |case| gate_up(lab, shape, case)));
 }
 
-impl<'a> Bench<'a> {
-    fn new(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Self, GpuError> {
-        let name = format!("slots {} {}", shape.ty, shape.name());
-        let w = Stored::random(lab, &name, shape.ty, [shape.stack, shape.rows, shape.cols])?;
-        let ids = hostile(shape.stack, TOKENS);
-        let x = Random::of(&format!("x {name}")).values(TOKENS * SLOTS * shape.cols);
-        let judged = w.sampled(JUDGED);
-        let values: Vec<Array2<f32>> = (0..shape.stack).map(|e| w.values(e, &judged)).collect();
-        let floors = Floors::new(lab.tp, &rows_of(&x, shape.cols), &judged, &|a, x| {
-            by_expert(&ids, shape.stack, judged.len(), &|e, slots| {
-                a.weigh(x.select(Axis(0), slots).view(), values[e].view())
-            })
-        });
-        Ok(Bench { lab, shape, w, ids, x, floors })
-    }
-
-    /// All values of `[n][slots][rows]`, a row per slot; rows that the kernel leaves out are zeros here.
-    fn launch(
-        &self,
-        case: &mut Case,
-        kernel: &'static str,
-        n: usize,
-        recipe: i32,
-        x: &[f32],
-    ) -> Result<Array2<f64>, GpuError> {
-        let Shape { ty, stack, rows, cols, odd, .. } = *self.shape;
-        let (lab, slots) = (self.lab, SLOTS as i32);
-        let (from, to) = (lay(n, SLOTS, cols, odd), lay(n, SLOTS, rows, odd));
-        let (area, y) = (lab.placed(from, &x[..n * SLOTS * cols])?, lab.room(to)?);
-        let (xs, ys) = (area.rows(), y.rows());
-        let (matrix, experts, ids) = (self.w.matrix(), stack as i32, &self.ids[..n * SLOTS]);
+/// Rows of x per slot; rows of the result that a kernel leaves out are zeros here.
+fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuError> {
+    let Shape { ty, stack, rows, cols, odd, .. } = *shape;
+    let name = format!("slots {ty} {}", shape.name());
+    let w = Stored::random(lab, &name, ty, [stack, rows, cols])?;
+    let all_ids = hostile(stack, TOKENS);
+    let x = Random::of(&format!("x {name}")).values(TOKENS * SLOTS * cols);
+    let judged = w.sampled(JUDGED);
+    let values: Vec<Array2<f32>> = (0..stack).map(|e| w.values(e, &judged)).collect();
+    let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &|a, x| {
+        by_expert(&all_ids, stack, judged.len(), &|e, slots| a.weigh(x.select(Axis(0), slots).view(), values[e].view()))
+    });
+    let has_expert: Vec<bool> = all_ids.iter().map(|id| expert(*id, stack).is_some()).collect();
+    let used = has_expert.clone();
+    let run: Box<Run<'a>> = Box::new(move |case, kernel, n, recipe, x| {
+        let ids = &all_ids[..n * SLOTS];
+        let (to, area) = (lay(n, SLOTS, rows, odd), lab.placed(lay(n, SLOTS, cols, odd), &x[..n * SLOTS * cols])?);
+        let y = lab.room(to)?;
         let what = format!("n = {n}, recipe {recipe}");
         let (tiles, order) = sorted(ids, stack, TILE);
         let most = geometry::most_tiles(ids.len(), stack);
@@ -134,68 +88,41 @@ impl<'a> Bench<'a> {
         padded.resize(3 * most, i32::MAX);
         (tiles.len()..most).for_each(|b| padded[3 * b + 2] = 0);
         let (tile_area, order_area, id_area) = (lab.ints(&padded)?, lab.ints(&order)?, lab.ints(ids)?);
-        let (tiles_at, order_at, ids_at) = (tile_area.at(0), order_area.at(0), id_area.at(0));
-        let sorted: [&dyn Arg; 7] = [&matrix, &tiles_at, &order_at, &slots, &xs, &ys, &recipe];
-        let single: [&dyn Arg; 7] = [&matrix, &experts, &ids_at, &slots, &xs, &ys, &recipe];
-        let (launch, args) = match kernel {
-            "gemm_slots" => {
-                (Launch { grid: (rows.div_ceil(TILE) as u32, most as u32, 1), block: 256, shared: 0 }, &sorted)
-            }
-            "slots_naive" => (geometry::threads(rows, ids.len(), 1), &single),
-            _ => (geometry::gemv(rows, ids.len()), &single),
+        let mut args = match kernel {
+            "gemm_slots" => given![w.matrix(), tile_area, order_area, SLOTS],
+            _ => given![w.matrix(), stack, id_area, SLOTS],
         };
-        let seen = lab.thrice(&[&y], &|| lab.launch("matmul", Some(ty), kernel, launch, args))?;
+        args.extend(given![area.rows(), y.rows(), recipe]);
+        let launch = match kernel {
+            "gemm_slots" => Launch { grid: (rows.div_ceil(TILE) as u32, most as u32, 1), block: 256, shared: 0 },
+            "slots_naive" => geometry::threads(rows, ids.len(), 1),
+            _ => geometry::gemv(rows, ids.len()),
+        };
+        let seen = lab.thrice(&[&y], &|| lab.launch("matmul", Some(ty), kernel, launch, &args))?;
         // Sorted slots without an expert are left out: their places keep what they had.
-        let all = to.words();
-        let wanted = |s: usize| kernel != "gemm_slots" || expert(ids[s], stack).is_some();
-        let words: Vec<usize> =
-            all.chunks(rows).enumerate().filter(|(s, _)| wanted(*s)).flat_map(|(_, w)| w.iter().copied()).collect();
-        let found = seen.floats(case, &what, 0, &y, &words);
-        let idle = |s: usize| expert(ids[s], stack).is_none();
-        let zero = words.iter().zip(&found).all(|(word, v)| *v == 0.0 || !idle(slot_of(&to, *word)));
-        case.holds(zero, || format!("{what}: a slot without an expert is not zero"));
-        let mut rest = found.chunks(rows);
-        let mut values = Vec::with_capacity(all.len());
+        let wanted = |s: usize| kernel != "gemm_slots" || has_expert[s];
+        let words = to.words();
+        let slots = words.chunks(rows).enumerate().filter(|(s, _)| wanted(*s));
+        let found = seen.floats(case, &what, 0, &y, &slots.flat_map(|(_, w)| w.iter().copied()).collect::<Vec<_>>());
+        let (mut rest, mut values) = (found.chunks(rows).peekable(), Vec::with_capacity(words.len()));
         for s in 0..ids.len() {
-            match wanted(s).then(|| rest.next()).flatten() {
+            match rest.next_if(|_| wanted(s)) {
                 Some(row) => values.extend_from_slice(row),
                 None => values.extend(vec![0.0; rows]),
             }
         }
-        Ok(rows_of(&values, rows))
-    }
-
-    /// A NaN in the x of a slot with an expert and one in a slot without: only the former's output is lost.
-    fn planted(&self, case: &mut Case, kernel: &'static str, n: usize) -> Result<(), GpuError> {
-        let (stack, cols) = (self.shape.stack, self.shape.cols);
-        let ids = &self.ids[..n * SLOTS];
-        let with = (0..ids.len()).rev().find(|s| expert(ids[*s], stack).is_some());
-        let without = (0..ids.len()).find(|s| expert(ids[*s], stack).is_none());
-        let mut x = self.x.clone();
-        for s in with.iter().chain(&without) {
-            x[s * cols + cols / 2] = f32::NAN;
-        }
-        let clean = self.launch(case, kernel, n, 0, &self.x)?;
-        let found = self.launch(case, kernel, n, 0, &x)?;
-        for (s, (found, clean)) in found.rows().into_iter().zip(clean.rows()).enumerate() {
-            let good = if Some(s) == with { found.iter().all(|v| v.is_nan()) } else { found == clean };
-            case.holds(good, || {
-                format!("n = {n} with NaN in slots {with:?} and {without:?}: slot {s} found {found:.3}")
-            });
-        }
-        Ok(())
-    }
+        let all = rows_of(&values, rows);
+        no_idle(case, &what, &all, ids, stack);
+        Ok(all)
+    });
+    Ok(Product { shape, x, groups: SLOTS, used: Box::new(move |s| used[s]), floors, run })
 }
 
-/// `[n][groups][width]` with a gap behind every group and row.
-fn lay(n: usize, groups: usize, width: usize, odd: bool) -> View {
-    let group = if odd { width + 3 } else { width.next_multiple_of(4) + 4 };
-    View { start: 0, rows: n, row: groups * group + if odd { 2 } else { 8 }, groups, group, width }
-}
-
-/// The slot that a word belongs to.
-fn slot_of(view: &View, word: usize) -> usize {
-    word / view.row * view.groups + word % view.row / view.group
+/// Slots without an expert are zero.
+fn no_idle(case: &mut Case, what: &str, all: &Array2<f64>, ids: &[i32], experts: usize) {
+    let mut slots = all.rows().into_iter().zip(ids);
+    let idle = slots.find(|(y, id)| expert(**id, experts).is_none() && y.iter().any(|v| *v != 0.0));
+    case.holds(idle.is_none(), || format!("{what}: a slot without an expert is not zero"));
 }
 
 /// A result per slot, computed expert by expert; zeros for slots without one.
@@ -236,18 +163,14 @@ fn gate_up(lab: &Lab<'_>, shape: &Shape, case: &mut Case) -> Result<(), GpuError
         for recipe in [0i32, 1] {
             let area = lab.placed(lay(n, 1, cols, odd), &x[..n * cols])?;
             let (y, id_area) = (lab.room(lay(n, SLOTS, rows, odd))?, lab.ints(&ids[..n * SLOTS])?);
-            let (xs, ys) = (Rows { group: 0, ..area.rows() }, y.rows());
-            let (g, u, experts, slots, ids_at) =
-                (gate.matrix(), up.matrix(), stack as i32, SLOTS as i32, id_area.at(0));
-            let args: [&dyn Arg; 8] = [&g, &u, &experts, &ids_at, &slots, &xs, &ys, &recipe];
+            let xs = Rows { group: 0, ..area.rows() };
+            let args = given![gate.matrix(), up.matrix(), stack, id_area, SLOTS, xs, y.rows(), recipe];
             let launch = geometry::gemv(rows, n * SLOTS);
             let what = format!("n = {n}, recipe {recipe}");
             let go = || lab.launch("matmul", Some(ty), "gemv_gate_up", launch, &args);
             let all = rows_of(&lab.values(case, &what, &y, &go)?, rows);
             floors.judge(case, n, recipe, &all);
-            let mut slots = all.rows().into_iter().zip(&ids);
-            let idle = slots.find(|(y, id)| expert(**id, stack).is_none() && y.iter().any(|v| *v != 0.0));
-            case.holds(idle.is_none(), || format!("{what}: a slot without an expert is not zero"));
+            no_idle(case, &what, &all, &ids, stack);
         }
     }
     Ok(())

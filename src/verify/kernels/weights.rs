@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use lockstep_kernels::geometry;
 use lockstep_reference::ndarray::Array2;
 
-use super::lab::{Area, Lab};
+use super::lab::{Area, Lab, given};
 use super::random::Random;
 use crate::device::cuda::Matrix;
 use crate::device::cuda::gpu::GpuError;
@@ -102,9 +102,8 @@ impl Stored {
         let bytes = blocks(&mut Random::of(name), ty, stack * rows * cols / ty.block());
         let (file, planes) = (lab.bytes(&bytes)?, lab.poisoned((bytes.len() + PLANE_ROOM).div_ceil(4))?);
         let stored = Stored { ty, stack, rows, cols, bytes, planes };
-        let (from, to, first, n) = (file.at(0), stored.planes.at(0), 0i64, stored.bytes.len() as i64);
-        let blocks = stored.blocks();
-        lab.launch("pack", Some(ty), "repack", geometry::each(stored.bytes.len()), &[&from, &to, &first, &n, &blocks])?;
+        let args = given![file, stored.planes, 0i64, stored.bytes.len() as i64, stored.blocks()];
+        lab.launch("pack", Some(ty), "repack", geometry::each(stored.bytes.len()), &args)?;
         lab.gpu.synchronise(&|| format!("repack<{ty}>"))?;
         Ok(stored)
     }

@@ -226,6 +226,14 @@ fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, p
     engine.read_weight(rank, own).ok().map(|(bytes, _)| bytes)
 }
 
+/// An engine to read bytes back from, made when it is first asked for.
+fn engine<'a>(made: &'a mut Option<Engine>, subject: &Subject) -> Result<&'a Engine, VerifyError> {
+    match made {
+        Some(engine) => Ok(engine),
+        None => Ok(made.insert(subject.engine()?)),
+    }
+}
+
 fn explain(
     subject: &Subject,
     op: &OpContext<'_>,
@@ -234,7 +242,7 @@ fn explain(
     progress: &dyn Progress,
 ) -> Result<Culprit, VerifyError> {
     let mut fits: Vec<Explanation> = Vec::new();
-    let mut engine: Option<Engine> = None;
+    let mut made: Option<Engine> = None;
     let overflows = nonfinite(op);
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     for (i, hypotheses) in EXPLANATIONS.iter().enumerate() {
@@ -247,10 +255,8 @@ fn explain(
             // anything: then values cannot decide, and the bytes on the device must be the predicted ones.
             let decisive = whole.m >= LEAST_VALUES && overflows + whole.undefined == 0;
             let by_bytes = !decisive && subject.target.is_none() && h.reads.is_some() && {
-                if engine.is_none() {
-                    engine = Some(subject.engine()?);
-                }
-                op.is_held(&h, &|rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param))
+                let engine = engine(&mut made, subject)?;
+                op.is_held(&h, &|rank, layer, param| held(engine, subject, rank, layer, param))
             };
             if (decisive && rho <= most) || by_bytes {
                 let Hypothesis { kind, site, ranks, statement, overturn, alter, .. } = h;
@@ -271,10 +277,8 @@ fn explain(
     // A lost contribution and zeros for the data that it is made from predict the same values: the bytes decide.
     if subject.target.is_none() && fits.iter().any(|f| f.of == Blame::Data) && fits.iter().any(|f| f.of != Blame::Data)
     {
-        if engine.is_none() {
-            engine = Some(subject.engine()?);
-        }
-        let held = |rank, layer, param| held(engine.as_ref()?, subject, rank, layer, param);
+        let engine = engine(&mut made, subject)?;
+        let held = |rank, layer, param| held(engine, subject, rank, layer, param);
         fits.retain(|f| (f.of == Blame::Data) != op.is_as_in_file(&f.ranks, &held));
     }
     // The best fit first; where several fit alike, the one that explains most ranks.

@@ -1,13 +1,20 @@
 //! CONFIG_VALUE: the engine runs with another value of a setting than the file states: an eps, the rope base, the router's
 //! gating, norm or scale.
 
-use super::decorate::Decorations;
-use super::{Fault, Site, Target};
+use super::{Fault, Site};
 use crate::model::{Config, Gating};
 
 /// The kind.
-pub const FAULT: Fault =
-    Fault { kind: "CONFIG_VALUE", about: "the engine runs with another setting than the file states", sites, inject };
+pub const FAULT: Fault = Fault {
+    kind: "CONFIG_VALUE",
+    about: "the engine runs with another setting than the file states",
+    sites: |target| SETTINGS.into_iter().filter(|s| s.differs(target.config())).map(Site::Setting).collect(),
+    inject: |_, site, rank, into| {
+        if let Site::Setting(setting) = site {
+            into.settings.push((rank, setting));
+        }
+    },
+};
 
 /// A setting with a value that engines have had in place of the file's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,15 +72,5 @@ impl Setting {
             Setting::ExpertNorm(norm) => c.expert_norm = norm,
             Setting::ExpertScale(scale) => c.expert_scale = scale,
         }
-    }
-}
-
-fn sites(target: &Target<'_>) -> Vec<Site> {
-    SETTINGS.into_iter().filter(|s| s.differs(target.config())).map(Site::Setting).collect()
-}
-
-fn inject(_: &Target<'_>, site: Site, rank: Option<usize>, into: &mut Decorations) {
-    if let Site::Setting(setting) = site {
-        into.settings.push((rank, setting));
     }
 }

@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::Target;
 use super::around::{Faults, OpFault};
 use super::config_value::Setting;
+use super::{Site, Target};
 use crate::checkpoint::{Checkpoint, CheckpointError, Naming, TensorSource, View};
 use crate::device::Around;
 use crate::engine::{Attention, Backend, Engine, EngineError, Engines, Options, Ranks};
@@ -129,6 +129,13 @@ impl<B: Backend> Engines for FaultyEngines<B> {
 }
 
 impl Decorations {
+    /// Adds a fault of the operations at a place.
+    pub(super) fn add_op(&mut self, rank: Option<usize>, site: Site, fault: OpFault) {
+        if let Site::Place(place) = site {
+            self.ops.push((rank, place, fault));
+        }
+    }
+
     /// The model as a rank reads it.
     fn view(&self, checkpoint: &Arc<Checkpoint>, rank: usize) -> Result<Arc<Checkpoint>, CheckpointError> {
         let faults = self.tensors.iter().filter(|(r, ..)| hits(*r, rank));

@@ -5,18 +5,16 @@
 pub mod around;
 pub mod config_value;
 pub mod decorate;
-pub mod dsa_inactive;
 pub mod dtype_reinterpret;
 pub mod kv_b_layout;
 pub mod name_map;
-pub mod op_noise;
-pub mod reduce_missed;
+pub mod operations;
 pub mod shard_order;
 pub mod shard_placement;
 
 use std::collections::BTreeSet;
 
-use crate::checkpoint::{Checkpoint, View};
+use crate::checkpoint::{Binding, Checkpoint, View};
 use crate::device::program::{RULES, Want};
 use crate::device::{Call, Limits, ProgramId, Recipe};
 use crate::engine::Attention;
@@ -57,6 +55,12 @@ impl Target<'_> {
         let Site::Param(param) = site else { return None };
         let name = self.checkpoint.binding(param)?.names().first()?;
         Some((name.clone(), self.checkpoint.source().tensor(name)?))
+    }
+
+    /// The parameters of the trunk that are one whole tensor each.
+    fn whole(&self) -> impl Iterator<Item = Site> {
+        let whole = |site: &Site| matches!(site, Site::Param(p) if matches!(self.checkpoint.binding(*p), Some(Binding::Whole(_))));
+        trunk(self.config()).filter(whole)
     }
 
     /// The places of calls that a test accepts, each once, in the order of the pass: those that every program has.
@@ -109,11 +113,11 @@ pub const CATALOGUE: [Fault; 9] = [
     kv_b_layout::FAULT,
     name_map::FAULT,
     dtype_reinterpret::FAULT,
-    dsa_inactive::FAULT,
+    operations::DSA_INACTIVE,
     config_value::FAULT,
     shard_placement::FAULT,
-    reduce_missed::FAULT,
-    op_noise::FAULT,
+    operations::REDUCE_MISSED,
+    operations::OP_NOISE,
 ];
 
 /// A fault as typed: `KIND@SITE[:rank=R]`.

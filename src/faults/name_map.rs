@@ -2,23 +2,21 @@
 
 use std::sync::Arc;
 
-use super::decorate::{Decorations, Replaced};
-use super::{Fault, Site, Target, trunk};
+use super::decorate::Replaced;
+use super::{Fault, Site, trunk};
 
 /// The kind.
-pub const FAULT: Fault =
-    Fault { kind: "NAME_MAP", about: "a mangled name leaves a parameter unfilled (zeros)", sites, inject };
-
-fn sites(target: &Target<'_>) -> Vec<Site> {
-    trunk(target.config()).collect()
-}
-
-fn inject(target: &Target<'_>, site: Site, rank: Option<usize>, into: &mut Decorations) {
-    let Site::Param(param) = site else { return };
-    for name in target.checkpoint.binding(param).map(|b| b.names()).unwrap_or_default() {
-        if let Some(view) = target.checkpoint.source().tensor(name) {
-            let bytes = Arc::new(vec![0; view.bytes.len()]);
-            into.tensors.push((rank, name.clone(), Replaced { ty: view.ty, bytes }));
+pub const FAULT: Fault = Fault {
+    kind: "NAME_MAP",
+    about: "a mangled name leaves a parameter unfilled (zeros)",
+    sites: |target| trunk(target.config()).collect(),
+    inject: |target, site, rank, into| {
+        let Site::Param(param) = site else { return };
+        for name in target.checkpoint.binding(param).map(|b| b.names()).unwrap_or_default() {
+            if let Some(view) = target.checkpoint.source().tensor(name) {
+                let bytes = Arc::new(vec![0; view.bytes.len()]);
+                into.tensors.push((rank, name.clone(), Replaced { ty: view.ty, bytes }));
+            }
         }
-    }
-}
+    },
+};

@@ -166,6 +166,11 @@ pub enum Layout {
 }
 
 impl Layout {
+    /// The axis that is cut.
+    pub fn axis(self) -> Option<usize> {
+        if let Layout::Sharded { axis } = self { Some(axis) } else { None }
+    }
+
     /// The layout's name in dumps.
     pub fn name(self) -> &'static str {
         match self {

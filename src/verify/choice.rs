@@ -53,11 +53,19 @@ impl Sizes {
 
     /// True where a token's choice is so near a tie that another run may choose otherwise.
     pub fn near_tie(self, point: Point, token: usize, scores: ArrayView1<'_, f64>, sigma: f64) -> bool {
-        let (mut scores, k) = self.of_token(point, token, scores);
-        scores.sort_by(|a, b| b.total_cmp(a));
-        let nan = scores.iter().any(|v| v.is_nan());
-        nan || k > 0 && scores.len() > k && above(scores[k - 1], scores[k]) <= 2.0 * sigma
+        let (scores, k) = self.of_token(point, token, scores);
+        near_tie(scores, k, sigma)
     }
+}
+
+/// True where the `k` best scores are so near the next one, or so far from numbers, that another run may find others.
+pub fn near_tie(mut scores: Vec<f64>, k: usize, sigma: f64) -> bool {
+    let nan = scores.iter().any(|v| v.is_nan());
+    if nan || k == 0 || scores.len() <= k {
+        return nan;
+    }
+    let (best, next, _) = scores.select_nth_unstable_by(k, |a, b| b.total_cmp(a));
+    best.iter().copied().min_by(f64::total_cmp).is_some_and(|last| above(last, *next) <= 2.0 * sigma)
 }
 
 /// By how much `a` exceeds `b`; equal infinities tie. Neither is NaN.
@@ -91,9 +99,9 @@ fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
     let gap = |i: &usize| if set.contains(i) { above(last, scores[*i]) } else { above(scores[*i], last) };
     match order.iter().max_by(|a, b| gap(a).total_cmp(&gap(b))) {
         Some(i) if gap(i) > band => {
-            let how = if set.contains(i) { "chosen" } else { "left out" };
-            let score = scores[*i];
-            Chosen::Outside(format!("{i} is {how} with score {score:.6}, the boundary is {last:.6} +- {band:.1e}"))
+            let (how, score) = (if set.contains(i) { "chosen" } else { "left out" }, scores[*i]);
+            let margin = format!("a margin of {:.1e}, where noise explains {band:.1e}", gap(i));
+            Chosen::Outside(format!("{i} is {how} with score {score:.6}, the boundary is {last:.6}: {margin}"))
         }
         _ => Chosen::Within(order[..k].iter().filter(|i| !set.contains(i)).count()),
     }

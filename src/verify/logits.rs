@@ -16,6 +16,7 @@ use std::sync::Arc;
 use lockstep_reference::{Arith, Eps};
 use ndarray::Array2;
 
+use super::choice::near_tie;
 use super::feed::{Fed, Feed, Listen, choices, feed};
 use super::floor::{Floored, limit};
 use super::reference_run::{self, Plan, ReferenceRuns, Variant, divergence};
@@ -215,9 +216,7 @@ fn measure(
     variants.extend([Eps::Hf, Eps::LlamaCpp, Eps::File].map(|eps| Variant { arith: Arith::Exact, eps: Some(eps) }));
     // The eps that the checkpoint implies is the f64 run itself.
     variants.retain(|v| v.eps != Some(reference_run::own_eps(&subject.checkpoint)));
-    let (checkpoint, ids, attention) = (&*subject.checkpoint, &run.fed.trace.ids, run.fed.trace.attention);
-    let plan = Plan { checkpoint, ids, attention, choices, variants: &variants, keep: &|_| false, rows: &[] };
-    reference_run::measure(&plan, progress)
+    reference_run::measure(&Plan::new(&subject.checkpoint, &run.fed.trace, choices, &variants), progress)
 }
 
 /// The four questions about one run.
@@ -257,10 +256,7 @@ pub(super) fn judge(
     if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
         progress.at("logits: baseline", 0, 1);
         let none = Replacements::new();
-        let (ids, attention) = (&run.fed.trace.ids, run.fed.trace.attention);
-        let plan =
-            Plan { checkpoint: other, ids, attention, choices: &none, variants: &[], keep: &|_| false, rows: &[] };
-        let other_run = reference_run::measure(&plan, progress)?;
+        let other_run = reference_run::measure(&Plan::new(other, &run.fed.trace, &none, &[]), progress)?;
         checks.push(against(&format!("baseline {}", other.name()), &other_run, &whole, &target));
     }
     Ok(())
@@ -331,16 +327,14 @@ fn top_one(name: &str, floored: &Floored, logits: &[f32], first: usize, tokens: 
         let Some(row) = floored.exact.rows().into_iter().nth(t) else {
             return Check::new(name, Verdict::Unmeasured, format!("the reference has no row for token {t}"));
         };
-        let mut order: Vec<usize> = (0..row.len()).collect();
-        order.select_nth_unstable_by(1.min(row.len() - 1), |a, b| row[*b].total_cmp(&row[*a]));
-        let best = order[..2.min(order.len())].iter().copied().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0);
-        let second = order[..2.min(order.len())].iter().copied().find(|i| *i != best).unwrap_or(best);
-        if row.iter().any(|v| v.is_nan()) || row[best] - row[second] <= 2.0 * floored.sigma[t] {
+        let row = row.to_vec();
+        let likely = best(&row).unwrap_or(0);
+        if near_tie(row, 1, floored.sigma[t]) {
             near.push(t);
-        } else if best == *token as usize {
+        } else if likely == *token as usize {
             sure += 1;
         } else {
-            wrong.push(format!("token {t}: expected {best}, found {token}"));
+            wrong.push(format!("token {t}: expected {likely}, found {token}"));
         }
     }
     let mut detail = format!("{sure} of {} agree", target.len());
@@ -357,6 +351,11 @@ fn top_one(name: &str, floored: &Floored, logits: &[f32], first: usize, tokens: 
     }
 }
 
+/// The index of the largest value.
+fn best(row: &[f64]) -> Option<usize> {
+    row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i)
+}
+
 /// For information: another checkpoint's distributions. Quantisation alone moves them, so this never fails.
 fn against(name: &str, other: &ReferenceRuns, whole: &ReferenceRuns, target: &[Vec<f64>]) -> Check {
     let Some(floored) = other.logits().filter(|l| target.first().is_some_and(|row| row.len() == l.exact.ncols()))
@@ -364,7 +363,6 @@ fn against(name: &str, other: &ReferenceRuns, whole: &ReferenceRuns, target: &[V
         return Check::new(name, Verdict::NotApplicable, "its vocabulary has another size");
     };
     let found = divergences(&floored.exact, target);
-    let best = |row: &[f64]| row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(i, _)| i);
     let same = floored.exact.rows().into_iter().zip(target).filter(|(e, t)| best(&e.to_vec()) == best(t)).count();
     let (mean, most) = (mean(found.iter().copied()), mean(limits(whole).into_iter()));
     let verdict = if mean <= most { Verdict::Match } else { Verdict::Drift };

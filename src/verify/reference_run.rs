@@ -24,7 +24,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
 use crate::model::{Place, Point};
-use crate::probe::Replacements;
+use crate::probe::{Replacements, Trace};
 use crate::report::{Check, Progress, Verdict};
 
 /// A run whose distance from the f64 run counts as noise.
@@ -57,7 +57,18 @@ pub struct Plan<'a> {
     pub rows: &'a [usize],
 }
 
-impl Plan<'_> {
+impl<'a> Plan<'a> {
+    /// A model over a run's ids, with these choices and variants, keeping nothing else.
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        run: &'a Trace,
+        choices: &'a Replacements,
+        variants: &'a [Variant],
+    ) -> Plan<'a> {
+        let (ids, attention) = (&run.ids, run.attention);
+        Plan { checkpoint, ids, attention, choices, variants, keep: &|_| false, rows: &[] }
+    }
+
     fn config(&self, eps: Eps) -> Result<RefConfig, VerifyError> {
         Ok(RefConfig::from_raw(&Raw(self.checkpoint.source()), eps)?)
     }
@@ -203,14 +214,14 @@ pub fn divergence(p: &[f64], q: &[f64]) -> f64 {
 }
 
 /// What judging a run's choices found.
-#[derive(Clone, Debug, Default)]
-pub struct Choices {
+#[derive(Default)]
+struct Choices {
     /// Rows that chose otherwise than the reference somewhere, each time inside the band.
-    pub near_ties: BTreeSet<usize>,
+    near_ties: BTreeSet<usize>,
     /// The first choice outside its band, and how far.
-    pub outside: Option<String>,
+    outside: Option<String>,
     /// The first choice that could not be judged, and why: never a pass.
-    pub unjudged: Option<String>,
+    unjudged: Option<String>,
 }
 
 impl ReferenceRuns {
@@ -229,23 +240,21 @@ impl ReferenceRuns {
         self.points.get(&Place::LOGITS)
     }
 
-    /// Judges the choices of the first `rows` rows against the f64 scores. With a baseline only choices that differ from its own are judged, and then both
-    /// sides. Choices without scores, scores without choices and missing rows are unjudged; the places of `absent` are not
-    /// asked for.
-    pub fn judge(
-        &self,
-        made: &Replacements,
-        baseline: Option<&Replacements>,
-        rows: usize,
-        absent: &[Place],
-    ) -> Choices {
+    /// Judges what every rank chose in the first `rows` rows against the f64 scores. With a baseline only choices that
+    /// differ from its own are judged, and then both sides. Choices without scores, scores without choices and missing rows
+    /// are unjudged; the places of `absent` are not asked for.
+    fn judge(&self, run: &Trace, baseline: Option<&Replacements>, rows: usize, absent: &[Place]) -> Choices {
         let mut found = Choices::default();
         let scored = self.points.keys().filter_map(|p| Some(p.at(p.point.choice()?)));
-        let mut places: BTreeSet<Place> = scored.collect();
-        places.extend(made.keys());
-        for place in places.into_iter().filter(|place| !absent.contains(place)) {
-            if let Err(why) = self.judge_place(place, made, baseline, rows, &mut found) {
-                found.unjudged.get_or_insert_with(|| format!("{place}: {why}"));
+        let made = run.held().into_iter().filter(|place| place.point.is_choice());
+        let places: BTreeSet<Place> = scored.chain(made).filter(|place| !absent.contains(place)).collect();
+        for rank in 0..run.tp {
+            let made = run.choices(rank);
+            for place in &places {
+                if let Err(why) = self.judge_place(*place, &made, baseline, rows, &mut found) {
+                    let what = || format!("choices of rank {rank} not judged: {place}: {why}");
+                    found.unjudged.get_or_insert_with(what);
+                }
             }
         }
         found
@@ -307,14 +316,8 @@ impl ReferenceRuns {
         };
         let found = target.logits.chunks_exact(floored.exact.ncols().max(1));
         let rows = floored.energies(found, |t, i| Some(baseline(t, i)));
-        let (mut replayed, mut outside, mut unjudged) = (BTreeSet::new(), None, None);
+        let Choices { near_ties: replayed, outside, unjudged } = self.judge(&target.trace, chosen, rows.len(), absent);
         let tokens = target.trace.ids.len();
-        for rank in 0..target.trace.tp {
-            let choices = self.judge(&target.trace.choices(rank), chosen, rows.len(), absent);
-            replayed.extend(choices.near_ties);
-            outside = outside.or(choices.outside);
-            unjudged = unjudged.or(choices.unjudged.map(|why| format!("choices of rank {rank} not judged: {why}")));
-        }
         let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
         let all: Energy = rows.iter().sum();
         let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
@@ -362,7 +365,7 @@ fn as_set(row: &[i32]) -> BTreeSet<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::{Captured, Trace, Values};
+    use crate::probe::{Captured, Values};
 
     #[test]
     fn divergence_is_zero_on_itself_exact_on_known_values_and_keeps_tiny_ones() {

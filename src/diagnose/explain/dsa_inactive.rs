@@ -3,7 +3,7 @@
 use lockstep_reference::Options;
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
-use crate::faults::dsa_inactive::FAULT;
+use crate::faults::operations::DSA_INACTIVE;
 use crate::model::Point;
 
 /// Attention over all keys.
@@ -13,7 +13,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     }
     let top_k = op.judge.config.top_k;
     vec![op.hypothesis(
-        FAULT.kind,
+        DSA_INACTIVE.kind,
         format!(
             "every visible key is attended to: exact up to {top_k} tokens, wrong beyond; the indexer's choice is not used"
         ),

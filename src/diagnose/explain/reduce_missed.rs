@@ -3,7 +3,7 @@
 //! device tell the two apart where there is an engine to ask.
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
-use crate::faults::reduce_missed::FAULT;
+use crate::faults::operations::REDUCE_MISSED;
 
 /// A sum without each rank's part in turn.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
@@ -16,7 +16,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
         let by_hand = format!("add rank {rank}'s partial sum by hand");
         let overturn = format!("{by_hand}; if the operation still diverges, the reduction was not at fault");
         let alter = Alter::Missing(vec![rank]);
-        Hypothesis { ranks: vec![rank], ..op.hypothesis(FAULT.kind, statement, overturn, alter) }
+        Hypothesis { ranks: vec![rank], ..op.hypothesis(REDUCE_MISSED.kind, statement, overturn, alter) }
     };
     (0..tp).map(lost).collect()
 }

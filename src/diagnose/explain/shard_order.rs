@@ -11,25 +11,22 @@ use crate::faults::Site;
 use crate::faults::shard_order::FAULT;
 use crate::model::Point;
 use crate::shard::Group;
+use crate::verify::param_map::reference_of;
 use crate::verify::patched_weights::{Key, Value};
 
 /// The fused groups that the operation multiplies with, and their parts as the reference knows them.
 fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {
-    let config = op.judge.config;
-    let full = config.index_full.get(layer).copied().unwrap_or(false);
-    match op.place.point {
-        Point::QA | Point::KvA | Point::IndexK | Point::IndexWeights if full => {
-            vec![(Group::QkvA, vec![Param::QA, Param::KvA, Param::IndexK, Param::IndexProj])]
-        }
-        Point::QA | Point::KvA => vec![(Group::QkvA, vec![Param::QA, Param::KvA])],
-        Point::QRaw | Point::IndexQ if full => vec![(Group::QB, vec![Param::QB, Param::IndexQB])],
-        Point::Hidden if config.is_moe(layer) => vec![
-            (Group::GateUpExps, vec![Param::GateExps, Param::UpExps]),
-            (Group::GateUpShexp, vec![Param::GateShared, Param::UpShared]),
-        ],
-        Point::Hidden => vec![(Group::GateUp, vec![Param::Gate, Param::Up])],
-        _ => Vec::new(),
-    }
+    let parts = |group: Group| {
+        let parts = group.parts(op.model, layer).into_iter().map(|p| reference_of(p.kind));
+        (group, parts.collect::<Vec<_>>())
+    };
+    let all = Group::of_layer(op.model, layer).into_iter().map(parts);
+    all.filter(|(_, parts)| parts.len() > 1 && multiplies(op, op.place.point, parts)).collect()
+}
+
+/// Whether a point of the operation's block is made from any of these parameters.
+fn multiplies(op: &OpContext<'_>, point: Point, parts: &[Param]) -> bool {
+    op.place.at(point).params(op.model).into_iter().any(|p| parts.contains(&reference_of(p.kind)))
 }
 
 /// Each other order of the parts of the fused group.
@@ -47,21 +44,13 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             };
             let statement = format!("parts found as [{}], canonical [{}]", found.join(", "), expected.join(", "));
             let overturn = "load the parts unfused: if the operation still diverges, their order is not at fault";
-            let (site, also) = (Site::Group(group, layer).to_string(), siblings(group));
+            let site = Site::Group(group, layer).to_string();
+            let also = Point::ALL.iter().copied().filter(|point| multiplies(op, *point, &canonical)).collect();
             let alter = Alter::Weights(Box::new(change));
             all.push(Hypothesis { site, also, ..op.hypothesis(FAULT.kind, statement, overturn, alter) });
         }
     }
     all
-}
-
-/// The points that a group's parts produce.
-fn siblings(group: Group) -> Vec<Point> {
-    match group {
-        Group::QkvA => vec![Point::QA, Point::KvA, Point::IndexK, Point::IndexWeights],
-        Group::QB => vec![Point::QRaw, Point::IndexQ],
-        Group::GateUp | Group::GateUpExps | Group::GateUpShexp => vec![Point::Hidden],
-    }
 }
 
 fn name(param: Param) -> &'static str {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::{Dtype, SafeTensors};
 
 use super::{Dump, DumpError, Entry, FORMAT, INDEX, Index, Meta, VERSION, axes};
-use crate::model::{Attention, Block, Layout, Place, Point};
+use crate::model::{Attention, Block, Place, Point};
 use crate::probe::capture::{Captured, Values};
 use crate::probe::trace::Trace;
 
@@ -93,24 +93,18 @@ fn check(path: &Path, index: &Index) -> Result<Attention, DumpError> {
     let field = |field: &str, expected: String, found: String| {
         Err(DumpError::Field { path: path.into(), field: field.into(), expected, found })
     };
-    if index.format != FORMAT {
-        return field("format", FORMAT.into(), index.format.clone());
-    }
-    if index.version != VERSION {
-        return field("version", VERSION.to_string(), index.version.to_string());
-    }
-    if index.tp == 0 || index.tp > MOST_RANKS {
-        return field("tp", format!("1 to {MOST_RANKS}"), index.tp.to_string());
-    }
-    if index.dtype != "f32" {
-        return field("dtype", "f32".into(), index.dtype.clone());
-    }
-    if index.token_ids.is_empty() {
-        return field("token_ids", "at least one".into(), "none".into());
-    }
     let n = index.token_ids.len();
-    if index.positions.len() != n {
-        return field("positions", format!("{n}, one per token"), index.positions.len().to_string());
+    for (what, good, expected, found) in [
+        ("format", index.format == FORMAT, FORMAT.into(), index.format.clone()),
+        ("version", index.version == VERSION, VERSION.to_string(), index.version.to_string()),
+        ("tp", (1..=MOST_RANKS).contains(&index.tp), format!("1 to {MOST_RANKS}"), index.tp.to_string()),
+        ("dtype", index.dtype == "f32", "f32".into(), index.dtype.clone()),
+        ("token_ids", n > 0, "at least one".into(), "none".into()),
+        ("positions", index.positions.len() == n, format!("{n}, one per token"), index.positions.len().to_string()),
+    ] {
+        if !good {
+            return field(what, expected, found);
+        }
     }
     if let Some((i, p)) = (0u32..).zip(&index.positions).find(|(i, p)| i != *p) {
         return field("positions", format!("{i} at place {i} (one sequence from 0)"), p.to_string());
@@ -128,37 +122,27 @@ fn wrong(path: &Path, entry: &Entry, what: &'static str, expected: impl ToString
 }
 
 fn check_entry(path: &Path, index: &Index, entry: &Entry, point: Point) -> Result<(), DumpError> {
-    if entry.rank >= index.tp {
-        return Err(wrong(path, entry, "rank", format!("below {}", index.tp), entry.rank));
-    }
     let plain = PathBuf::from(&entry.file).file_name().is_some_and(|name| name == entry.file.as_str());
-    if !plain || entry.file.contains(['/', '\\']) {
-        return Err(wrong(path, entry, "file", "a file of the dump's own folder", &entry.file));
-    }
     let dtype = if point.is_choice() { "I32" } else { "F32" };
-    if entry.dtype != dtype {
-        return Err(wrong(path, entry, "dtype", dtype, &entry.dtype));
-    }
-    if entry.layout != point.layout().name() {
-        return Err(wrong(path, entry, "layout", point.layout().name(), &entry.layout));
-    }
-    let axis = match point.layout() {
-        Layout::Sharded { axis } => Some(axis),
-        Layout::Replicated | Layout::Partial => None,
-    };
-    if entry.axis != axis {
-        return Err(wrong(path, entry, "axis", format!("{axis:?}"), format!("{:?}", entry.axis)));
-    }
-    let rows = index.token_ids.len();
-    if entry.shape.first() != Some(&rows) || entry.shape.len() != 1 + axes(point) {
-        let expected = format!("{rows} rows and {} axes behind them", axes(point));
-        return Err(wrong(path, entry, "shape", expected, format!("{:?}", entry.shape)));
-    }
+    let (layout, rows, axes) = (point.layout(), index.token_ids.len(), axes(point));
     // A tensor of no bytes confirms nothing: beside an axis of 0 the others may be any size, and loops run over them.
     let bytes = entry.shape.iter().try_fold(size_of::<f32>(), |n, axis| n.checked_mul(*axis));
-    if bytes.is_none_or(|n| n == 0) {
-        let expected = "axes of at least 1 whose product can be counted";
-        return Err(wrong(path, entry, "shape", expected, format!("{:?}", entry.shape)));
+    let shape = format!("{:?}", entry.shape);
+    let fits = entry.shape.first() == Some(&rows) && entry.shape.len() == 1 + axes;
+    let own_file = "a file of the dump's own folder".to_string();
+    let countable = "axes of at least 1 whose product can be counted".to_string();
+    for (what, good, expected, found) in [
+        ("rank", entry.rank < index.tp, format!("below {}", index.tp), entry.rank.to_string()),
+        ("file", plain && !entry.file.contains(['/', '\\']), own_file, entry.file.clone()),
+        ("dtype", entry.dtype == dtype, dtype.into(), entry.dtype.clone()),
+        ("layout", entry.layout == layout.name(), layout.name().into(), entry.layout.clone()),
+        ("axis", entry.axis == layout.axis(), format!("{:?}", layout.axis()), format!("{:?}", entry.axis)),
+        ("shape", fits, format!("{rows} rows and {axes} axes behind them"), shape.clone()),
+        ("shape", bytes.is_some_and(|n| n > 0), countable, shape),
+    ] {
+        if !good {
+            return Err(wrong(path, entry, what, expected, found));
+        }
     }
     Ok(())
 }

@@ -6,7 +6,6 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::{DumpError, Entry, FORMAT, INDEX, Index, Meta, Model, Producer, Settings, VERSION};
-use crate::model::Layout;
 use crate::probe::capture::Values;
 use crate::probe::trace::Trace;
 
@@ -54,16 +53,12 @@ fn fill(folder: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
                 Values::F32(v) => (Dtype::F32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
                 Values::I32(v) => (Dtype::I32, v.iter().flat_map(|x| x.to_le_bytes()).collect()),
             };
-            let axis = match place.point.layout() {
-                Layout::Sharded { axis } => Some(axis),
-                Layout::Replicated | Layout::Partial => None,
-            };
             entries.push(Entry {
                 name: place.to_string(),
                 file: file.clone(),
                 rank,
                 layout: place.point.layout().name().into(),
-                axis,
+                axis: place.point.layout().axis(),
                 shape: shape.clone(),
                 dtype: if dtype == Dtype::I32 { "I32" } else { "F32" }.into(),
             });

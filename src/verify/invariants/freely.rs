@@ -13,11 +13,11 @@ use crate::engine::Engine;
 use crate::model::{Place, Point};
 use crate::probe::Replacements;
 use crate::probe::capture::{Captured, Filter};
-use crate::report::{Check, Progress, Verdict};
+use crate::report::{Check, Verdict};
+use crate::verify::VerifyError;
 use crate::verify::feed::{Fed, Feed, Listen, choices, feed};
 use crate::verify::floor;
-use crate::verify::reference_run::{self, ReferenceRuns};
-use crate::verify::{Subject, VerifyError};
+use crate::verify::reference_run::{self, Plan, ReferenceRuns};
 
 /// The baseline's run and the floor around it.
 pub struct Free {
@@ -27,18 +27,6 @@ pub struct Free {
     pub choices: Arc<Replacements>,
     /// The baseline's logits.
     pub logits: Vec<f32>,
-}
-
-fn measure(
-    subject: &Subject,
-    choices: &Replacements,
-    keep: &(dyn Fn(Point) -> bool + Sync),
-    rows: &[usize],
-    progress: &dyn Progress,
-) -> Result<ReferenceRuns, VerifyError> {
-    let variants = &reference_run::recipe(subject.recipe, subject.tp);
-    let (checkpoint, ids, attention) = (&*subject.checkpoint, &subject.ids, subject.attention);
-    reference_run::measure(&reference_run::Plan { checkpoint, ids, attention, choices, variants, keep, rows }, progress)
 }
 
 impl Bench<'_> {
@@ -52,7 +40,9 @@ impl Bench<'_> {
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
         drop(engine);
         let choices = Arc::new(run.trace.choices(0));
-        let whole = measure(subject, &choices, &|_| false, &[], self.progress)?;
+        let variants = reference_run::recipe(subject.recipe, subject.tp);
+        let plan = Plan::new(&subject.checkpoint, &run.trace, &choices, &variants);
+        let whole = reference_run::measure(&plan, self.progress)?;
         Ok(self.floor.get_or_init(|| Free { whole, choices, logits: run.logits }))
     }
 
@@ -110,7 +100,9 @@ impl Bench<'_> {
         let keep = |point: Point| !point.is_choice() && !matches!(point, Point::IndexScores | Point::Logits);
         let filter: Filter = Arc::new(move |place| keep(place.point));
         let forced = self.floor()?.choices.clone();
-        let whole = measure(subject, &forced, &keep, &rows, self.progress)?;
+        let variants = reference_run::recipe(subject.recipe, subject.tp);
+        let plan = Plan::new(&subject.checkpoint, &self.base.trace, &forced, &variants);
+        let whole = reference_run::measure(&Plan { keep: &keep, rows: &rows, ..plan }, self.progress)?;
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;

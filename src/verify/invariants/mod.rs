@@ -176,14 +176,8 @@ impl<'a> Bench<'a> {
         let composed = Feed { expanded: true, ..whole.clone() };
         let check = if !self.engine.fuses() {
             Check::new(name, Verdict::Unmeasured, "the program that serves has nothing fused")
-        } else if self.exact {
-            let composed = self.digests(&composed)?;
-            let part = self.base.trace.parts_from(&composed.trace, 0..self.subject.ids.len());
-            let detail =
-                part.map_or("every point: same bits".into(), |p| format!("in one operation and in several: {p}"));
-            Check::exact(name, part.is_none(), detail)
         } else {
-            self.freely(name, &[], |engine, listen| feed(engine, &composed, listen))?
+            self.same(name, "in one operation and in several", &composed)?
         };
         Ok(vec![listening, check])
     }

@@ -89,23 +89,20 @@ impl Case {
 
     /// Exact values: equal bit for bit, or both NaN.
     pub fn same(&mut self, what: &str, found: &[f32], expected: &[f32]) {
-        self.judged += found.len();
-        if found.len() != expected.len() {
-            return self.problem(format!("{what}: expected {} values, found {}", expected.len(), found.len()));
-        }
-        let equal = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-        if let Some(i) = found.iter().zip(expected).position(|pair| !equal(pair)) {
-            self.problem(format!("{what}: value {i}: expected {:e}, found {:e}", expected[i], found[i]));
-        }
+        self.each(what, found, expected, |a, b| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
     }
 
     /// Exact words.
     pub fn equal<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, found: &[T], expected: &[T]) {
+        self.each(what, found, expected, |a, b| a == b);
+    }
+
+    fn each<T: std::fmt::Debug>(&mut self, what: &str, found: &[T], expected: &[T], equal: fn(&T, &T) -> bool) {
         self.judged += found.len();
         if found.len() != expected.len() {
             return self.problem(format!("{what}: expected {} values, found {}", expected.len(), found.len()));
         }
-        if let Some(i) = found.iter().zip(expected).position(|(a, b)| a != b) {
+        if let Some(i) = found.iter().zip(expected).position(|(a, b)| !equal(a, b)) {
             self.problem(format!("{what}: value {i}: expected {:?}, found {:?}", expected[i], found[i]));
         }
     }

@@ -69,6 +69,13 @@ pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
     }
 }
 
+/// What is scored: keys and queries.
+struct Inputs {
+    cache: Cache,
+    q: Vec<f32>,
+    weights: Vec<f32>,
+}
+
 impl Scores {
     fn run(&self, lab: &Lab<'_>, kernel: &'static str, case: &mut Case) -> Result<(), GpuError> {
         let Scores { heads, width, page, contexts, tokens } = self;
@@ -76,10 +83,11 @@ impl Scores {
         let cache = Cache::random(lab, &name, *width, *page, contexts)?;
         let mut random = Random::of(&format!("queries {name}"));
         let n = tokens.len();
-        let q = random.values(n * heads * width);
-        let weights = random.values(n * heads);
+        let (q, weights) = (random.values(n * heads * width), random.values(n * heads));
+        let inputs = Inputs { cache, q, weights };
+        let Inputs { cache, q, weights } = &inputs;
         let context = contexts.iter().max().map_or(0, |c| c + 17);
-        let clean = self.launch(lab, kernel, case, &cache, [&q, &weights], context, 0)?;
+        let clean = self.launch(lab, kernel, case, &inputs, context, 0)?;
         // Sampled keys of every token, padding left out.
         let mut judged: Vec<(usize, Vec<usize>, Floored)> = Vec::new();
         for (t, (sequence, position)) in tokens.iter().enumerate().filter(|(_, t)| t.1 >= 0) {
@@ -100,7 +108,7 @@ impl Scores {
         let largest = judged.iter().map(|j| j.2.largest()).fold(0.0, f64::max);
         judged.iter_mut().filter(|j| j.1.len() < LEAST_VALUES).for_each(|j| j.2.widen(largest));
         let naive = match kernel {
-            "index_scores" => Some(self.launch(lab, "index_scores_naive", case, &cache, [&q, &weights], context, 0)?),
+            "index_scores" => Some(self.launch(lab, "index_scores_naive", case, &inputs, context, 0)?),
             _ => None,
         };
         for (t, keys, floor) in &judged {
@@ -115,38 +123,35 @@ impl Scores {
         if kernel == "index_scores" {
             // Rows that need no scores, and only those, are left out; a wider context changes nothing.
             let least = tokens.iter().map(|t| t.1).max().map_or(0, |p| p as usize);
-            let partly = self.launch(lab, kernel, case, &cache, [&q, &weights], context, least)?;
+            let partly = self.launch(lab, kernel, case, &inputs, context, least)?;
             for t in (0..n).filter(|t| tokens[*t].1 + 1 > least as i32) {
                 let row = t * context..(t + 1) * context;
                 case.same("with rows left out", &partly[row.clone()], &clean[row]);
             }
-            let wide = self.launch(lab, kernel, case, &cache, [&q, &weights], context + 1000, 0)?;
+            let wide = self.launch(lab, kernel, case, &inputs, context + 1000, 0)?;
             for t in (0..n).filter(|t| tokens[*t].1 >= 0) {
                 let row = &wide[t * (context + 1000)..];
                 case.same("in a wider context", &row[..context], &clean[t * context..(t + 1) * context]);
             }
         }
-        self.planted(lab, kernel, case, cache, [&q, &weights], context, &clean)
+        self.planted(lab, kernel, case, inputs, context, &clean)
     }
 
     /// A NaN in one key and in one token's queries: their scores are NaN, and no other changes.
-    #[allow(clippy::too_many_arguments)] // what a comparison needs
     fn planted(
         &self,
         lab: &Lab<'_>,
         kernel: &'static str,
         case: &mut Case,
-        cache: Cache,
-        [q, weights]: [&[f32]; 2],
+        Inputs { cache, mut q, weights }: Inputs,
         context: usize,
         clean: &[f32],
     ) -> Result<(), GpuError> {
         let (mut rows, key) = (cache.rows, 3usize);
         rows[0][key * self.width + self.width - 1] = f32::NAN;
-        let mut q = q.to_vec();
         q[self.heads * self.width - 1] = f32::NAN;
         let cache = Cache::of(lab, "planted", self.width, self.page, rows)?;
-        let found = self.launch(lab, kernel, case, &cache, [&q, weights], context, 0)?;
+        let found = self.launch(lab, kernel, case, &Inputs { cache, q, weights }, context, 0)?;
         let mut expected = clean.to_vec();
         for (t, (sequence, position)) in self.tokens.iter().enumerate() {
             for u in 0..(position + 1) as usize {
@@ -160,14 +165,12 @@ impl Scores {
     }
 
     /// Scores `[tokens][context]`; rows that the kernel leaves out are -inf here.
-    #[allow(clippy::too_many_arguments)] // as the kernel
     fn launch(
         &self,
         lab: &Lab<'_>,
         kernel: &'static str,
         case: &mut Case,
-        cache: &Cache,
-        [q, weights]: [&[f32]; 2],
+        Inputs { cache, q, weights }: &Inputs,
         context: usize,
         unscored: usize,
     ) -> Result<Vec<f32>, GpuError> {

@@ -85,9 +85,9 @@ pub(super) fn compare(
     let raw = Raw(other.source());
     let baseline = Oracle::new(&raw)?;
     let c = subject.checkpoint.config();
-    let wanted = |p: &Param| subject.wants_layer(p.layer);
+    let every: Vec<Param> = params::of_trunk(c).into_iter().chain(params::of_mtp(c)).collect();
     let (mut all, mut left_out) = (Vec::new(), Vec::new());
-    for param in params::of_trunk(c).into_iter().chain(params::of_mtp(c)).filter(wanted) {
+    for param in every.iter().copied().filter(|p| subject.wants_layer(p.layer)) {
         match (file_type(&subject.checkpoint, param), file_type(other, param)) {
             (Some(ty), Some(theirs)) => all.push((param, ty, theirs)),
             _ => left_out.push(param),
@@ -128,7 +128,7 @@ pub(super) fn compare(
     }
     let mut checks: Vec<Check> = not_compared(c, &left_out).collect();
     for c in &wrong {
-        let why = explain(target, &baseline, c)?;
+        let why = explain(target, &baseline, &every, c)?;
         let numbers = format!("relative L2 {:.4}, limit {:.4} for {}", c.relative, c.limit, c.ty);
         checks.push(Check::exact(format!("{} = baseline", c.param), false, format!("{why} ({numbers})")));
     }
@@ -177,17 +177,31 @@ fn stack(model: &Oracle<'_>, kind: Kind) -> usize {
     }
 }
 
-/// ||t - b|| / ||b|| over all matrices of a parameter.
+/// Sums of squares: of the errors, and of the baseline.
+fn squares<'a>(t: impl IntoIterator<Item = &'a f32>, b: impl IntoIterator<Item = &'a f32>) -> [f64; 2] {
+    let pair = |[error, size]: [f64; 2], (t, b): (&f32, &f32)| {
+        [error + (f64::from(*t) - f64::from(*b)).powi(2), size + f64::from(*b).powi(2)]
+    };
+    t.into_iter().zip(b).fold([0.0; 2], pair)
+}
+
+fn ratio([error, size]: [f64; 2]) -> f64 {
+    if error == 0.0 { 0.0 } else { (error / size.max(f64::MIN_POSITIVE)).sqrt() }
+}
+
+/// ||t - b|| / ||b||.
+fn relative(t: &Array2<f32>, b: &Array2<f32>) -> f64 {
+    ratio(squares(t, b))
+}
+
+/// The same over all matrices of a parameter.
 fn distance(target: &Oracle<'_>, baseline: &Oracle<'_>, param: Param) -> Result<f64, RefError> {
-    let (mut error, mut size) = (0.0, 0.0);
+    let mut sum = [0.0; 2];
     for index in 0..stack(target, param.kind) {
-        let (t, b) = (matrix(target, param, index)?, matrix(baseline, param, index)?);
-        for (t, b) in t.iter().zip(&b) {
-            error += (f64::from(*t) - f64::from(*b)).powi(2);
-            size += f64::from(*b).powi(2);
-        }
+        let [error, size] = squares(&matrix(target, param, index)?, &matrix(baseline, param, index)?);
+        sum = [sum[0] + error, sum[1] + size];
     }
-    Ok(if error == 0.0 { 0.0 } else { (error / size.max(f64::MIN_POSITIVE)).sqrt() })
+    Ok(ratio(sum))
 }
 
 /// Everything differs, embeddings included: then nothing is corrupt, the two are not the same checkpoint.
@@ -240,17 +254,21 @@ fn offsets(compared: &[Compared], checks: &[Check]) -> Option<Check> {
 }
 
 /// What a parameter that differs holds instead, from its first matrix.
-fn explain(target: &Oracle<'_>, baseline: &Oracle<'_>, c: &Compared) -> Result<String, RefError> {
+fn explain(target: &Oracle<'_>, baseline: &Oracle<'_>, all: &[Param], c: &Compared) -> Result<String, RefError> {
     let t = matrix(target, c.param, 0)?;
     let b = matrix(baseline, c.param, 0)?;
-    if let Some(offset) = constant_offset(&t, &b, c.limit) {
+    let pairs = || t.iter().zip(&b).map(|(t, b)| (f64::from(*t), f64::from(*b)));
+    let offset = pairs().map(|(t, b)| t - b).sum::<f64>() / t.len() as f64;
+    if is_changed(&t, &b, c.limit, |b| b + offset) {
         let kind = if c.param.kind.is_plain() { "NORM_OFFSET" } else { "OFFSET" };
         return Ok(format!("{kind}: the baseline plus a constant {offset:+.3}"));
     }
-    if let Some(factor) = factor(&t, &b, c.limit) {
+    let size: f64 = pairs().map(|(_, b)| b * b).sum();
+    let factor = pairs().map(|(t, b)| t * b).sum::<f64>() / size.max(f64::MIN_POSITIVE);
+    if factor != 0.0 && is_changed(&t, &b, c.limit, |b| b * factor) {
         return Ok(format!("SCALE: the baseline times {factor:.4}"));
     }
-    for other in lookalikes(baseline, c.param) {
+    for other in lookalikes(baseline, all, c.param) {
         if let Ok(theirs) = matrix(baseline, other, 0)
             && theirs.dim() == t.dim()
             && relative(&t, &theirs) <= c.limit
@@ -267,59 +285,19 @@ fn explain(target: &Oracle<'_>, baseline: &Oracle<'_>, c: &Compared) -> Result<S
     Ok("DIFFERS: beyond what the type costs, and none of constant offset, factor, other tensor, order of rows".into())
 }
 
-fn relative(t: &Array2<f32>, b: &Array2<f32>) -> f64 {
-    let error: f64 = t.iter().zip(b).map(|(t, b)| (f64::from(*t) - f64::from(*b)).powi(2)).sum();
-    let size: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();
-    (error / size.max(f64::MIN_POSITIVE)).sqrt()
-}
-
-fn constant_offset(t: &Array2<f32>, b: &Array2<f32>, limit: f64) -> Option<f64> {
-    let n = t.len() as f64;
-    let mean = t.iter().zip(b).map(|(t, b)| f64::from(*t) - f64::from(*b)).sum::<f64>() / n;
-    let moved = b.mapv(|b| (f64::from(b) + mean) as f32);
-    // A constant that f32 rounds into every value leaves up to half an ulp.
-    (t.len() >= 8 && relative(t, &moved) <= limit + 1e-6).then_some(mean)
-}
-
-fn factor(t: &Array2<f32>, b: &Array2<f32>, limit: f64) -> Option<f64> {
-    let dot: f64 = t.iter().zip(b).map(|(t, b)| f64::from(*t) * f64::from(*b)).sum();
-    let size: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();
-    let factor = dot / size.max(f64::MIN_POSITIVE);
-    let scaled = b.mapv(|b| (f64::from(b) * factor) as f32);
-    (t.len() >= 8 && factor != 0.0 && relative(t, &scaled) <= limit + 1e-6).then_some(factor)
+/// True where the target is what a change makes of the baseline. What f32 rounds into every value leaves up to half an ulp.
+fn is_changed(t: &Array2<f32>, b: &Array2<f32>, limit: f64, change: impl Fn(f64) -> f64) -> bool {
+    t.len() >= 8 && relative(t, &b.mapv(|b| change(f64::from(b)) as f32)) <= limit + 1e-6
 }
 
 /// Parameters that a converter may have taken for this one: of the same shape in its layer, and its neighbours'.
-fn lookalikes(model: &Oracle<'_>, param: Param) -> Vec<Param> {
-    let c = &model.config;
-    let alike = |kind: &Kind| shape(c, reference_of(*kind)) == shape(c, reference_of(param.kind));
-    let same_layer = ALL_KINDS.iter().filter(|k| **k != param.kind && alike(k));
-    let mut all: Vec<Param> = same_layer.map(|kind| Param { layer: param.layer, kind: *kind }).collect();
-    if let Some(layer) = param.layer {
-        let near = [layer.checked_sub(1), Some(layer + 1)].into_iter().flatten();
-        all.extend(near.map(|l| Param { layer: Some(l), kind: param.kind }));
-    }
-    all
+fn lookalikes(model: &Oracle<'_>, all: &[Param], param: Param) -> Vec<Param> {
+    let of = |kind| shape(&model.config, reference_of(kind));
+    let (own, near): (Vec<Param>, Vec<Param>) = all.iter().partition(|p| p.layer == param.layer);
+    let alike = own.into_iter().filter(|p| p.kind != param.kind && of(p.kind) == of(param.kind));
+    let next = |p: &Param| p.kind == param.kind && p.layer.zip(param.layer).is_some_and(|(a, b)| a.abs_diff(b) == 1);
+    alike.chain(near.into_iter().filter(next)).collect()
 }
-
-/// Kinds that share shapes with others of their layer.
-const ALL_KINDS: [Kind; 15] = [
-    Kind::AttnNorm,
-    Kind::FfnNorm,
-    Kind::QANorm,
-    Kind::KvANorm,
-    Kind::IndexKNorm,
-    Kind::IndexKNormBias,
-    Kind::QA,
-    Kind::IndexQB,
-    Kind::FfnGate,
-    Kind::FfnUp,
-    Kind::GateExps,
-    Kind::UpExps,
-    Kind::GateShexp,
-    Kind::UpShexp,
-    Kind::TokenEmbd,
-];
 
 /// Rows looked for; if every one of them is somewhere else in the baseline, the rows were permuted.
 const SAMPLED_ROWS: usize = 8;
@@ -331,8 +309,7 @@ fn moved_row(t: &Array2<f32>, b: &Array2<f32>, limit: f64) -> Option<(usize, usi
         return None;
     }
     let near = |row: ArrayView1<'_, f32>, other: ArrayView1<'_, f32>| {
-        let error: f64 = row.iter().zip(other).map(|(t, b)| (f64::from(*t) - f64::from(*b)).powi(2)).sum();
-        let size: f64 = other.iter().map(|b| f64::from(*b).powi(2)).sum();
+        let [error, size] = squares(row, other);
         error <= (2.0 * limit).powi(2) * size // a single row scatters more than the whole
     };
     let mut moved = None;

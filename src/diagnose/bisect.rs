@@ -16,7 +16,7 @@ use crate::model::place::Unit;
 use crate::model::{Layout, params};
 use crate::report::{Progress, Verdict};
 use crate::verify::activations::{judge_all, sparse_activity};
-use crate::verify::feed::{Fed, Feed, Listen, feed};
+use crate::verify::feed::{Feed, Listen, feed};
 use crate::verify::floor::{Energy, LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
 use crate::verify::param_map::reference_of;
@@ -169,11 +169,13 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
 fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<String>, VerifyError> {
     let mut engine = subject.engine()?;
     let listen = Listen::Digests(points_of(subject.layers.clone()));
-    let mut first: Option<Fed> = None;
-    for i in 0..3 {
+    let mut run = |i| {
         progress.at("bisect: same input three times", i, 3);
-        let run = feed(&mut engine, &Feed::whole(&subject.ids), &listen)?;
-        let first = first.get_or_insert_with(|| run.clone());
+        feed(&mut engine, &Feed::whole(&subject.ids), &listen)
+    };
+    let first = run(0)?;
+    for i in 1..3 {
+        let run = run(i)?;
         if let Some(parting) = first.trace.parts_from(&run.trace, 0..subject.ids.len()) {
             return Ok(Some(parting.place.to_string()));
         }

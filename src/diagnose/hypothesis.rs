@@ -171,7 +171,7 @@ impl<'a> OpContext<'a> {
             Alter::Missing(ranks) if key.1 == Param::Embed => self.unanswered(ranks, rank, key).map(Some),
             _ => Ok(None),
         };
-        let mut judge = Judge { orders: self.judge.orders.clone(), ..*self.judge };
+        let mut judge = *self.judge;
         match &hypothesis.alter {
             Alter::Options(options) => judge.options = *options,
             Alter::Config(config) => judge.config = config,

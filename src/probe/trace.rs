@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::capture::{Captured, UnshardError, Values, unshard};
 use super::replace::Replacements;
-use crate::model::{Attention, Block, Layout, Place};
+use crate::model::{Attention, Layout, Place};
 
 /// The captures of one prompt of one sequence, from our engine or from somebody's dump. Row `i` of every point is
 /// position `i` (logits: the rows asked for, which are all of them here).
@@ -19,15 +19,6 @@ pub struct Trace {
     /// What queries attended to.
     pub attention: Attention,
     pub(super) held: Vec<BTreeMap<Place, Captured>>,
-    shown: Option<Shown>,
-}
-
-/// The part of a run that a trace shows.
-#[derive(Clone, Debug)]
-struct Shown {
-    layers: Vec<usize>,
-    first: bool,
-    last: bool,
 }
 
 impl Trace {
@@ -35,7 +26,7 @@ impl Trace {
     pub fn new(producer: String, ids: Vec<u32>, attention: Attention, captured: Vec<Vec<Captured>>) -> Self {
         let by_place = |rank: Vec<Captured>| rank.into_iter().map(|c| (c.place, c)).collect();
         let held: Vec<_> = captured.into_iter().map(by_place).collect();
-        Trace { producer, ids, tp: held.len(), attention, held, shown: None }
+        Trace { producer, ids, tp: held.len(), attention, held }
     }
 
     /// Adds the captures of another run of the same prompt (other layers).
@@ -43,30 +34,14 @@ impl Trace {
         self.held.iter_mut().zip(other.held).for_each(|(own, theirs)| own.extend(theirs));
     }
 
-    /// The same trace, of which only `layers`, the embedding if it is the `first` part of a run and the head if it is the
-    /// `last` one are shown; the rest stays as inputs.
-    pub fn restricted(mut self, layers: &[usize], first: bool, last: bool) -> Trace {
-        self.shown = Some(Shown { layers: layers.to_vec(), first, last });
-        self
-    }
-
-    /// True for the places that this trace is to be judged at.
-    pub fn shows(&self, place: Place) -> bool {
-        self.shown.as_ref().is_none_or(|s| match place.block {
-            Block::Front => s.first,
-            Block::Trunk(layer) => s.layers.contains(&layer),
-            Block::Back | Block::Mtp(_) => s.last,
-        })
-    }
-
     /// The places that any rank holds, in the order of the forward pass.
     pub fn held(&self) -> BTreeSet<Place> {
         self.held.iter().flat_map(|rank| rank.keys().copied()).collect()
     }
 
-    /// Those of them that every rank holds and that are shown.
+    /// Those of them that every rank holds.
     pub fn places(&self) -> Vec<Place> {
-        self.held().into_iter().filter(|place| self.ranks(*place).is_some() && self.shows(*place)).collect()
+        self.held().into_iter().filter(|place| self.ranks(*place).is_some()).collect()
     }
 
     /// What each rank holds of the places for which `of` gives something.
@@ -75,7 +50,7 @@ impl Trace {
             held.iter().filter_map(|(place, captured)| Some((*place, of(r, captured)?))).collect()
         };
         let held = self.held.iter().enumerate().map(rank).collect();
-        Trace { held, producer: self.producer.clone(), ids: self.ids.clone(), shown: self.shown.clone(), ..*self }
+        Trace { held, producer: self.producer.clone(), ids: self.ids.clone(), ..*self }
     }
 
     /// The same run as if only the places that a test accepts had been listened to.

@@ -100,11 +100,13 @@ pub(crate) fn judge_all(
     let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
     let weights = &ModelWeights::new(&raw, config);
     let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
-    for_traces(subject, &mut |traces| {
+    for_traces(subject, &mut |traces, shows| {
         let options = Options { dense: traces[0].attention == Attention::Dense, mtp: false };
         let orders = Arith::orders(recipe_of(subject.recipe), traces[0].tp);
-        let judge = Judge { config, weights, options, orders, rows: &subject.rows, every };
-        for place in expected_places(&judge, traces[0], subject) {
+        let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every };
+        // By the reference's own list, whether they were captured or not.
+        let places = lockstep_reference::points(config, options);
+        for place in places.iter().filter_map(|name| name.parse().ok()).filter(|place| shows(*place)) {
             let layer = place.layer().map_or(0, |l| l + 1);
             progress.at(&format!("{what}: layers replayed"), layer, config.layers);
             let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
@@ -112,13 +114,6 @@ pub(crate) fn judge_all(
         }
         Ok(())
     })
-}
-
-/// The places that this model and run have by the reference's own list, whether they were captured or not.
-fn expected_places(judge: &Judge<'_>, trace: &Trace, subject: &Subject) -> Vec<Place> {
-    let all = lockstep_reference::points(judge.config, judge.options);
-    let known = all.iter().filter_map(|name| name.parse().ok());
-    known.filter(|place| trace.shows(*place) && subject.wants_layer(place.layer())).collect()
 }
 
 /// Judges an operation in all runs of the same prompt: the worse finding, and the run that it is of. A run that holds the
@@ -154,14 +149,14 @@ fn is_tap(place: Place) -> bool {
     place.point == Point::IndexScores
 }
 
+/// Judges runs of the same prompt, at the places that a test accepts.
+type Each<'a> = dyn FnMut(&[&Trace], &dyn Fn(Place) -> bool) -> Result<(), VerifyError> + 'a;
+
 /// Hands out the traces to judge: the given one, or our own runs, in groups of layers that fit in memory. These are two:
 /// of the program as it is written, which shows every point, and as it is fused to serve, by the points that it has.
-fn for_traces(
-    subject: &Subject,
-    each: &mut dyn FnMut(&[&Trace]) -> Result<(), VerifyError>,
-) -> Result<(), VerifyError> {
+fn for_traces(subject: &Subject, each: &mut Each<'_>) -> Result<(), VerifyError> {
     if let Some(trace) = &subject.target {
-        return each(&[trace]);
+        return each(&[trace], &|place| subject.wants_layer(place.layer()));
     }
     let c = subject.checkpoint.config();
     let mut engine = subject.engine()?;
@@ -184,7 +179,12 @@ fn for_traces(
         feed(&mut engine, &Feed::whole(&other), &Listen::Off)?;
         let own: Filter = Arc::new(move |place| wanted(place) && !is_tap(place));
         let fused = feed(&mut engine, &whole, &Listen::Capture(own))?.trace;
-        each(&[&written.restricted(chunk, first, last), &fused.restricted(chunk, first, last)])?;
+        // The rest was captured as inputs.
+        each(&[&written, &fused], &|place| match place.block {
+            Block::Front => first,
+            Block::Trunk(layer) => chunk.contains(&layer),
+            Block::Back | Block::Mtp(_) => last,
+        })?;
     }
     Ok(())
 }

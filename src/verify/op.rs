@@ -113,7 +113,7 @@ impl Slices {
             let Some(&first) = class.first() else { continue };
             let of_rank = |key: Key| change(first, key);
             let weights = PatchedWeights::new(judge.weights, &of_rank);
-            let judge = Judge { weights: &weights, orders: judge.orders.clone(), ..judge };
+            let judge = Judge { weights: &weights, ..judge };
             let seen = Seen::new(trace, first);
             if layout == Layout::Partial && trace.tp > 1 {
                 let expected = judge.recompute_partials(place, &|n| seen.get(n), trace.tp)?;
@@ -235,7 +235,7 @@ fn documented_disagreement(
         if same {
             continue; // the policy that it was judged by
         }
-        let other = Judge { config: &config, orders: judge.orders.clone(), ..*judge };
+        let other = Judge { config: &config, ..*judge };
         if let Some(slices) = Unjudged::or_none(Slices::collect(&other, trace, place, &unchanged, None))?
             && slices.finding(place).verdict == Verdict::Match
         {

@@ -86,6 +86,7 @@ impl<'a> Seen<'a> {
 }
 
 /// The reference and everything it needs to judge one target.
+#[derive(Clone, Copy)]
 pub struct Judge<'a> {
     /// The reference's configuration; a hypothesis may alter a copy.
     pub config: &'a RefConfig,
@@ -94,7 +95,7 @@ pub struct Judge<'a> {
     /// How the target was run.
     pub options: Options,
     /// Legitimate orders of the target's recipe.
-    pub orders: Vec<Arith>,
+    pub orders: &'a [Arith],
     /// Rows that are judged.
     pub rows: &'a [usize],
     /// All rows of the run: what becomes a key is judged at every one of them.
@@ -137,8 +138,7 @@ impl Unjudged {
 impl Judge<'_> {
     /// The judge of one point: keys and the embedding are checked for all tokens, the rest for sampled rows.
     pub fn at(&self, point: Point) -> Judge<'_> {
-        let rows = if point.is_key() { self.every } else { self.rows };
-        Judge { orders: self.orders.clone(), rows, ..*self }
+        Judge { rows: if point.is_key() { self.every } else { self.rows }, ..*self }
     }
 
     /// The places that `place` is recomputed from, beside the token ids; `None` where this model and run have no such place.

@@ -158,8 +158,7 @@ impl<'a> Bench<'a> {
             let rank = ranks.iter().position(|other| other.values != ranks[0].values)?;
             Some(format!("{place}: rank {rank} differs from rank 0"))
         });
-        let detail = odd.clone().unwrap_or_else(|| format!("{} points", replicated.len()));
-        Ok(vec![Check::exact(name, odd.is_none(), detail)])
+        Ok(vec![unless(odd, name, format!("{} points", replicated.len()))])
     }
 
     /// Listening changes nothing, and neither does taking fused operations apart.
@@ -167,11 +166,8 @@ impl<'a> Bench<'a> {
         let whole = Feed::whole(&self.subject.ids);
         let silent = feed(&mut self.engine, &whole, &Listen::Off)?;
         let part = silent.logits_part(&self.base, self.vocab());
-        let detail = match part {
-            None => "same bits".into(),
-            Some(row) => format!("logits of token {row} change when points are listened to"),
-        };
-        let listening = Check::exact("dumps on = off", part.is_none(), detail);
+        let odd = part.map(|row| format!("logits of token {row} change when points are listened to"));
+        let listening = unless(odd, "dumps on = off", "same bits".into());
         let name = "fused = composed";
         let composed = Feed { expanded: true, ..whole.clone() };
         let check = if !self.engine.fuses() {
@@ -252,8 +248,7 @@ impl<'a> Bench<'a> {
                 break;
             }
         }
-        let detail = bad.clone().unwrap_or_else(|| format!("rows are the same at {lengths:?} tokens"));
-        Ok(vec![Check::exact(name, bad.is_none(), detail)])
+        Ok(vec![unless(bad, &name, format!("rows are the same at {lengths:?} tokens"))])
     }
 
     /// Alone, and beside sequences of other lengths in other slots, with scattered pages.
@@ -273,11 +268,11 @@ impl<'a> Bench<'a> {
             let run = self.digests(other)?;
             let part = run.trace.parts_from(&self.base.trace, 0..self.subject.ids.len());
             let steps = other.cuts();
-            let detail = part.map_or(format!("same bits; steps: {}", steps.len()), |p| {
+            let odd = part.map(|p| {
                 let chunk = steps.iter().position(|c| c.contains(&p.row)).unwrap_or(0);
                 format!("{kind}: {p}, chunk {} of {}", chunk + 1, steps.len())
             });
-            Check::exact(name, part.is_none(), detail)
+            unless(odd, name, format!("same bits; steps: {}", steps.len()))
         } else {
             let mut check = self.freely(name, &[], |engine, listen| feed(engine, other, listen))?;
             if check.verdict == Verdict::Divergent {
@@ -301,8 +296,7 @@ impl<'a> Bench<'a> {
         // Later rows cannot change earlier ones: the length sweep has seen to that, so one run serves both questions.
         let short = if self.exact {
             let bad = shared(&run.trace).parts_from(&shared(&self.base.trace), 0..short);
-            let detail = bad.map_or(format!("same bits at all {short} tokens"), |p| format!("other bits: {p}"));
-            Check::exact(name, bad.is_none(), detail)
+            unless(bad.map(|p| format!("other bits: {p}")), name, format!("same bits at all {short} tokens"))
         } else {
             let first = &subject.ids[..short];
             // Only one of the two chooses keys, and here it chooses all.
@@ -338,6 +332,11 @@ impl<'a> Bench<'a> {
         };
         Ok(vec![short, active])
     }
+}
+
+/// A check that is right unless something odd was found.
+fn unless(odd: Option<String>, name: &str, right: String) -> Check {
+    Check::exact(name, odd.is_none(), odd.unwrap_or(right))
 }
 
 /// What sparse and dense attention both do: everything but the indexer and its choices.

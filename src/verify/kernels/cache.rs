@@ -24,9 +24,6 @@ pub struct Cache {
 
 impl Cache {
     /// Sequences of so many keys, and a few pages that belong to nobody.
-    ///
-    /// # Errors
-    /// Too little memory.
     pub fn random(lab: &Lab<'_>, name: &str, width: usize, page: usize, contexts: &[usize]) -> Result<Self, GpuError> {
         let mut random = Random::of(name);
         let rows: Vec<Vec<f32>> = contexts.iter().map(|n| random.values(n * width)).collect();
@@ -34,9 +31,6 @@ impl Cache {
     }
 
     /// The given rows.
-    ///
-    /// # Errors
-    /// Too little memory.
     pub fn of(lab: &Lab<'_>, name: &str, width: usize, page: usize, rows: Vec<Vec<f32>>) -> Result<Self, GpuError> {
         const SPARE: usize = 3;
         let needed: Vec<usize> = rows.iter().map(|r| (r.len() / width).div_ceil(page)).collect();
@@ -59,9 +53,6 @@ impl Cache {
     }
 
     /// Inputs of a step: (sequence, position) per token, position -1 for padding.
-    ///
-    /// # Errors
-    /// Too little memory.
     pub fn step(&self, lab: &Lab<'_>, tokens: &[(usize, i32)]) -> Result<Step, GpuError> {
         let positions: Vec<i32> = tokens.iter().map(|t| t.1).collect();
         // Padding has sequence 0 in the engine; here it names none, which nobody may look up.

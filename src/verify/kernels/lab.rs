@@ -196,7 +196,7 @@ pub struct Step {
     _kept: Area,
 }
 
-/// The bench.
+/// The bench. What it does fails with what the GPU says: too little memory, a launch that the driver refuses.
 pub struct Lab<'a> {
     /// The GPU.
     pub gpu: &'a Arc<Gpu>,
@@ -220,9 +220,6 @@ impl<'a> Lab<'a> {
     }
 
     /// An area with these words.
-    ///
-    /// # Errors
-    /// Too little memory.
     pub fn words(&self, image: Vec<u32>) -> Result<Area, GpuError> {
         self.area(View::plain(1, image.len(), image.len()), image)
     }
@@ -235,57 +232,36 @@ impl<'a> Lab<'a> {
     }
 
     /// An area with these values at a view's words.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn placed(&self, view: View, values: &[f32]) -> Result<Area, GpuError> {
         self.area(view, view.place(values))
     }
 
     /// An area of poison with room for a view's values.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn room(&self, view: View) -> Result<Area, GpuError> {
         self.placed(view, &[])
     }
 
     /// An area with these values, side by side.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn floats(&self, values: &[f32]) -> Result<Area, GpuError> {
         self.words(values.iter().map(|v| v.to_bits()).collect())
     }
 
     /// An area with these values, side by side.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn ints(&self, values: &[i32]) -> Result<Area, GpuError> {
         self.words(values.iter().map(|v| *v as u32).collect())
     }
 
     /// An area with these bytes, filled up with poison.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn bytes(&self, bytes: &[u8]) -> Result<Area, GpuError> {
         self.words(words_of(bytes))
     }
 
     /// An area of poison.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn poisoned(&self, words: usize) -> Result<Area, GpuError> {
         self.words(vec![POISON; words])
     }
 
     /// A step's inputs. `tables` has `pages` entries per sequence.
-    ///
-    /// # Errors
-    /// As [`Lab::words`].
     pub fn step(
         &self,
         positions: &[i32],
@@ -308,9 +284,6 @@ impl<'a> Lab<'a> {
     }
 
     /// One launch of a kernel, of a type where its unit has them.
-    ///
-    /// # Errors
-    /// What the driver says.
     pub fn launch(
         &self,
         unit: &'static str,
@@ -325,17 +298,11 @@ impl<'a> Lab<'a> {
     }
 
     /// One launch of a kernel of rows.cu over `count` values.
-    ///
-    /// # Errors
-    /// What the driver says.
     pub fn each(&self, kernel: &'static str, count: usize, args: &[Box<dyn Arg>]) -> Result<(), GpuError> {
         self.launch("rows", None, kernel, geometry::each(count), args)
     }
 
     /// As [`Lab::thrice`] for a kernel that writes the values of one area, which come back.
-    ///
-    /// # Errors
-    /// What the driver says.
     pub fn values(
         &self,
         case: &mut Case,
@@ -347,9 +314,6 @@ impl<'a> Lab<'a> {
     }
 
     /// Puts the areas back to their first words and runs `go`, three times; their words afterwards.
-    ///
-    /// # Errors
-    /// What the driver says.
     pub fn thrice(&self, outs: &[&Area], go: &dyn Fn() -> Result<(), GpuError>) -> Result<Seen, GpuError> {
         let mut seen = Seen { images: Vec::new(), differs: None };
         for repeat in 0..REPEATS {

@@ -94,9 +94,6 @@ pub struct Stored {
 
 impl Stored {
     /// Random matrices, repacked on the GPU by the kernel that loading uses.
-    ///
-    /// # Errors
-    /// What the GPU says.
     pub fn random(lab: &Lab<'_>, name: &str, ty: QuantType, shape: [usize; 3]) -> Result<Self, GpuError> {
         let [stack, rows, cols] = shape;
         let bytes = blocks(&mut Random::of(name), ty, stack * rows * cols / ty.block());

@@ -5,6 +5,8 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use serde::Deserialize;
+
 use super::logits::{fed, judge};
 use super::{Subject, VerifyError};
 use crate::engine::sampler::Sampling;
@@ -14,7 +16,7 @@ use crate::report::{Check, Progress, Verdict};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
 /// A user's turn and what the model is known to answer.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
 pub struct Ask {
     /// The turn.
     pub ask: String,
@@ -34,17 +36,12 @@ const AT_ONCE: usize = 24;
 pub fn read(path: &Path) -> Result<Vec<Ask>, String> {
     let bad = |problem: String| format!("{}: {problem}", path.display());
     let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
-    let list: Vec<HashMap<String, String>> =
+    let list: Vec<Ask> =
         serde_json::from_str(&text).map_err(|e| bad(format!("expected a list of {{ask, answer}}: {e}")))?;
-    let word = |entry: &HashMap<String, String>, i: usize, key: &str| {
-        entry.get(key).cloned().ok_or_else(|| bad(format!("entry {i}: expected `{key}`, found none")))
-    };
     if list.is_empty() {
         return Err(bad("expected at least one turn, found an empty list".into()));
     }
-    let ask =
-        |(i, e): (usize, &HashMap<String, String>)| Ok(Ask { ask: word(e, i, "ask")?, answer: word(e, i, "answer")? });
-    list.iter().enumerate().map(ask).collect()
+    Ok(list)
 }
 
 /// The checks of the turns.

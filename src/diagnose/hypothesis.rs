@@ -168,7 +168,11 @@ impl<'a> OpContext<'a> {
         let place = self.place.at(point);
         let change = |rank: usize, key: Key| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
-            Alter::Missing(ranks) if key.1 == Param::Embed => self.unanswered(ranks, rank, key).map(Some),
+            // A row of the embedding when `ranks` do not answer for theirs.
+            Alter::Missing(ranks) if key.1 == Param::Embed => {
+                let base = value_of(self.judge.weights, key)?;
+                self.on_ranks(ranks, rank, key, &base, base.map(|_| 0.0)).map(Some)
+            }
             _ => Ok(None),
         };
         let mut judge = *self.judge;
@@ -186,12 +190,6 @@ impl<'a> OpContext<'a> {
         };
         let trace = silent.as_ref().unwrap_or(self.trace);
         Slices::collect(&judge, trace, place, &change, Some(&self.ranks))
-    }
-
-    /// A row of the embedding when `ranks` do not answer for theirs.
-    fn unanswered(&self, ranks: &[usize], rank: usize, key: Key) -> Result<Value, RefError> {
-        let base = value_of(self.judge.weights, key)?;
-        self.on_ranks(ranks, rank, key, &base, base.map(|_| 0.0))
     }
 
     /// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
@@ -280,8 +278,8 @@ pub fn value_of(weights: &dyn Weights, key: Key) -> Result<Value, RefError> {
 ///
 /// # Errors
 /// Matrices of different widths.
-pub fn stacked(parts: &[Arc<Array2<f32>>]) -> Result<Array2<f32>, RefError> {
-    let views: Vec<_> = parts.iter().map(|p| p.view()).collect();
+pub fn stacked<'a>(parts: impl Iterator<Item = &'a Array2<f32>>) -> Result<Array2<f32>, RefError> {
+    let views: Vec<_> = parts.map(|p| p.view()).collect();
     lockstep_reference::ndarray::concatenate(Axis(0), &views)
         .map_err(|e| RefError::tensor("fused group".to_string(), "parts of one width".to_string(), e.to_string()))
 }

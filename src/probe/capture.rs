@@ -54,10 +54,11 @@ impl Values {
 
     /// One value, widened.
     fn at(&self, i: usize) -> f64 {
-        match self {
-            Values::F32(v) => v[i].into(),
-            Values::I32(v) => v[i].into(),
-        }
+        let found = match self {
+            Values::F32(v) => v.get(i).map(|x| f64::from(*x)),
+            Values::I32(v) => v.get(i).map(|x| f64::from(*x)),
+        };
+        found.unwrap_or(f64::NAN)
     }
 
     /// True without values.
@@ -94,6 +95,15 @@ impl Captured {
     /// Values of one token's row.
     pub fn row_len(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+#[cfg(test)]
+impl Captured {
+    /// Values of the first layer, as tests need them.
+    pub(crate) fn of_test(point: crate::model::Point, shape: &[usize], values: Values) -> Self {
+        let rows = values.len() / shape.iter().product::<usize>();
+        Captured { place: Place::trunk(0, point), rows, shape: shape.to_vec(), values }
     }
 }
 
@@ -206,8 +216,7 @@ mod tests {
     use crate::model::Point;
 
     fn captured(point: Point, shape: &[usize], values: &[f32]) -> Captured {
-        let rows = values.len() / shape.iter().product::<usize>();
-        Captured { place: Place::trunk(0, point), rows, shape: shape.to_vec(), values: Values::F32(values.to_vec()) }
+        Captured::of_test(point, shape, Values::F32(values.to_vec()))
     }
 
     #[test]

@@ -83,12 +83,7 @@ mod tests {
     use crate::probe::{Captured, Values};
 
     fn captured(point: Point, values: &[i32]) -> Captured {
-        Captured {
-            place: Place::trunk(0, point),
-            rows: values.len(),
-            shape: vec![1],
-            values: Values::I32(values.to_vec()),
-        }
+        Captured::of_test(point, &[1], Values::I32(values.to_vec()))
     }
 
     /// Two ranks with two places of three rows.

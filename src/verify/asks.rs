@@ -9,9 +9,10 @@ use serde::Deserialize;
 
 use super::logits::{fed, judge};
 use super::{Subject, VerifyError};
+use crate::engine::Engine;
+use crate::engine::kv::PAGE;
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
-use crate::engine::{Engine, Options};
 use crate::report::{Check, Progress, Verdict};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
@@ -67,12 +68,7 @@ pub(super) fn run(
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + MOST + 1;
     let longest = longest.min(subject.checkpoint.config().context);
     let sequences = AT_ONCE.min(asks.len().max(1));
-    let options = Options {
-        attention: subject.attention,
-        chunk: longest.max(512),
-        cache_tokens: sequences * longest.next_multiple_of(crate::engine::kv::PAGE),
-        sequences,
-    };
+    let options = subject.room(longest.max(512), sequences * longest.next_multiple_of(PAGE), sequences);
     progress.at("chat turns", 0, 2);
     let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     let target = answers(&mut engine, &prompts, &stop)?;

@@ -25,7 +25,7 @@ use crate::engine::generate::generate;
 use crate::engine::kv::PAGE;
 use crate::engine::sampler::{Sampling, greedy};
 use crate::engine::scheduler::Request;
-use crate::engine::{Attention, Engine, Options};
+use crate::engine::{Attention, Engine};
 use crate::model::{Place, Point};
 use crate::probe::{Replacements, Trace};
 use crate::report::{Check, Progress, StageReport, Verdict};
@@ -83,24 +83,14 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
         // Who gives a text wants that one judged, on a model whose reference runs may take minutes each.
         Ok(_) if subject.own_prompt => {}
         Ok(tokenizer) => {
-            for (name, text) in BUILT_IN {
-                // A text that this vocabulary cannot spell is the tokenizer stage's business.
-                if let Ok(ids) = tokenizer.prompt_ids(text)
-                    && !ids.is_empty()
-                {
-                    prompts.push((name.into(), ids, CONTINUED.1));
-                }
-            }
+            // A text that this vocabulary cannot spell is the tokenizer stage's business.
+            let ids = |text| tokenizer.prompt_ids(text).ok().filter(|ids| !ids.is_empty());
+            prompts.extend(BUILT_IN.iter().filter_map(|(name, text)| Some(((*name).into(), ids(text)?, CONTINUED.1))));
         }
         Err(e) => texts = format!("; no built-in prompts, since there is no tokenizer ({e})"),
     }
     let longest = prompts.iter().map(|(_, ids, more)| ids.len() + more).max().unwrap_or(0).min(context);
-    let options = Options {
-        attention: subject.attention,
-        chunk: longest,
-        cache_tokens: longest.next_multiple_of(PAGE),
-        sequences: 1,
-    };
+    let options = subject.room(longest, longest.next_multiple_of(PAGE), 1);
     let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     let mut rows = 0;
     let count = prompts.len();
@@ -201,8 +191,8 @@ fn of_dump(
 /// Without the target's choice, a row is comparable only while nothing before it was a near tie.
 fn up_to_a_tie(subject: &Subject, run: Run, progress: &dyn Progress) -> Result<Run, VerifyError> {
     let choices = run.fed.trace.choices(0);
-    let whole = measure(subject, &run, &choices, progress)?;
-    let first = run.missing.iter().filter_map(|place| whole.first_near_tie(*place)).min();
+    let reference = measure(subject, &run, &choices, progress)?;
+    let first = run.missing.iter().filter_map(|place| reference.first_near_tie(*place)).min();
     Ok(Run { until: first.unwrap_or(run.until), ..run })
 }
 
@@ -229,15 +219,15 @@ pub(super) fn judge(
 ) -> Result<(), VerifyError> {
     let name = &run.name;
     let choices: Arc<Replacements> = Arc::new(run.fed.trace.choices(0));
-    let whole = match measure(subject, run, &choices, progress) {
-        Ok(whole) => whole,
+    let reference = match measure(subject, run, &choices, progress) {
+        Ok(reference) => reference,
         Err(VerifyError::Choice(why)) => {
             checks.push(Check::new(format!("choices, {name}"), Verdict::Divergent, why));
             return Ok(());
         }
         Err(other) => return Err(other),
     };
-    let Some(floored) = whole.logits() else {
+    let Some(floored) = reference.logits() else {
         checks.push(Check::new(format!("logits, {name}"), Verdict::Unmeasured, "the reference gave no logits"));
         return Ok(());
     };
@@ -246,26 +236,27 @@ pub(super) fn judge(
     fed.logits.truncate(run.until * vocab);
     let target: Vec<Vec<f64>> =
         fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
-    checks.push(kl(&format!("KL, {name}"), &whole, floored, &target));
-    checks.push(whole.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing));
-    checks.push(top_one(&format!("top-1, {name}"), floored, &fed.logits, 0, None));
+    checks.push(kl(&format!("KL, {name}"), &reference, floored, &target));
+    checks.push(reference.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing));
+    let own: Vec<u32> = fed.logits.chunks_exact(vocab).map(greedy).collect();
+    checks.push(top_one(&format!("top-1, {name}"), floored, 0, &own));
     if !run.generated.is_empty() {
         let first = run.fed.trace.ids.len() + 1 - run.generated.len();
-        checks.push(top_one(&format!("greedy text, {name}"), floored, &fed.logits, first - 1, Some(&run.generated)));
+        checks.push(top_one(&format!("greedy text, {name}"), floored, first - 1, &run.generated));
     }
     if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
         progress.at("logits: baseline", 0, 1);
         let none = Replacements::new();
         let other_run = reference_run::measure(&Plan::new(other, &run.fed.trace, &none, &[]), progress)?;
-        checks.push(against(&format!("baseline {}", other.name()), &other_run, &whole, &target));
+        checks.push(against(&format!("baseline {}", other.name()), &other_run, &reference, &target));
     }
     Ok(())
 }
 
 /// The largest divergence that any variant has at each row.
-fn limits(whole: &ReferenceRuns) -> Vec<f64> {
-    let worst = |t: usize| whole.kl.iter().filter_map(|kl| kl.get(t)).copied().fold(0.0, f64::max);
-    (0..whole.rows()).map(worst).collect()
+fn limits(reference: &ReferenceRuns) -> Vec<f64> {
+    let worst = |t: usize| reference.kl.iter().filter_map(|kl| kl.get(t)).copied().fold(0.0, f64::max);
+    (0..reference.rows()).map(worst).collect()
 }
 
 fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
@@ -278,10 +269,10 @@ fn divergences(exact: &Array2<f64>, target: &[Vec<f64>]) -> Vec<f64> {
     exact.rows().into_iter().zip(target).map(|(e, t)| divergence(&e.to_vec(), t)).collect()
 }
 
-fn kl(name: &str, whole: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>]) -> Check {
-    let rows = target.len().min(whole.rows());
+fn kl(name: &str, reference: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>]) -> Check {
+    let rows = target.len().min(reference.rows());
     let found = divergences(&floored.exact, target);
-    let limits = limits(whole);
+    let limits = limits(reference);
     let (sum, most) = (found.iter().sum::<f64>(), limits.iter().take(rows).sum::<f64>());
     if rows == 0 || most.is_nan() || most <= 0.0 {
         return Check::new(name, Verdict::Unmeasured, "there is no spread to measure against");
@@ -294,7 +285,7 @@ fn kl(name: &str, whole: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>])
         Some(Eps::LlamaCpp) => "llama.cpp's eps",
     };
     let others =
-        whole.references.iter().map(|(eps, logits)| (mean(divergences(logits, target).into_iter()), label(*eps)));
+        reference.references.iter().map(|(eps, logits)| (mean(divergences(logits, target).into_iter()), label(*eps)));
     let mut all: Vec<(f64, &str)> = std::iter::once((sum / rows as f64, label(None))).chain(others).collect();
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let listed: Vec<String> = all.iter().map(|(kl, label)| format!("{kl:.2e} with {label}")).collect();
@@ -305,7 +296,7 @@ fn kl(name: &str, whole: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>])
     );
     let verdict = if rho > limit(rows) {
         Verdict::Divergent
-    } else if (rows as f64) < reference_run::LEAST_ROWS * whole.rows() as f64 {
+    } else if (rows as f64) < reference_run::LEAST_ROWS * reference.rows() as f64 {
         Verdict::Unmeasured
     } else {
         Verdict::Match
@@ -313,15 +304,9 @@ fn kl(name: &str, whole: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>])
     Check { rho: Some((rho, limit(rows))), ..Check::new(name, verdict, detail) }
 }
 
-/// Compares most likely tokens from row `first` on, where the reference is sure of its own. `tokens` are the target's;
-/// without them they are taken from its logits.
-fn top_one(name: &str, floored: &Floored, logits: &[f32], first: usize, tokens: Option<&[u32]>) -> Check {
+/// Compares a target's tokens from row `first` on with the most likely ones, where the reference is sure of its own.
+fn top_one(name: &str, floored: &Floored, first: usize, target: &[u32]) -> Check {
     let (mut sure, mut wrong, mut near) = (0, Vec::new(), Vec::new());
-    let own = logits.chunks_exact(floored.exact.ncols().max(1)).map(greedy);
-    let target: Vec<u32> = match tokens {
-        Some(tokens) => tokens.to_vec(),
-        None => own.skip(first).collect(),
-    };
     for (i, token) in target.iter().enumerate() {
         let t = first + i;
         let Some(row) = floored.exact.rows().into_iter().nth(t) else {
@@ -357,14 +342,14 @@ fn best(row: &[f64]) -> Option<usize> {
 }
 
 /// For information: another checkpoint's distributions. Quantisation alone moves them, so this never fails.
-fn against(name: &str, other: &ReferenceRuns, whole: &ReferenceRuns, target: &[Vec<f64>]) -> Check {
+fn against(name: &str, other: &ReferenceRuns, reference: &ReferenceRuns, target: &[Vec<f64>]) -> Check {
     let Some(floored) = other.logits().filter(|l| target.first().is_some_and(|row| row.len() == l.exact.ncols()))
     else {
         return Check::new(name, Verdict::NotApplicable, "its vocabulary has another size");
     };
     let found = divergences(&floored.exact, target);
     let same = floored.exact.rows().into_iter().zip(target).filter(|(e, t)| best(&e.to_vec()) == best(t)).count();
-    let (mean, most) = (mean(found.iter().copied()), mean(limits(whole).into_iter()));
+    let (mean, most) = (mean(found.iter().copied()), mean(limits(reference).into_iter()));
     let verdict = if mean <= most { Verdict::Match } else { Verdict::Drift };
     let detail = format!(
         "mean KL {mean:.2e} nats, the same most likely token in {same} of {} rows; for information: quantisation alone \

@@ -113,12 +113,12 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
     run(plan, &config, Arith::Exact, &mut |place, exact| {
         points.insert(place, Floored::new(exact, std::iter::empty()));
     })?;
-    let mut whole = ReferenceRuns { points, kl: Vec::new(), references: Vec::new(), sizes: Sizes::of(&config) };
+    let mut found = ReferenceRuns { points, kl: Vec::new(), references: Vec::new(), sizes: Sizes::of(&config) };
     let small = plan.ids.len() * config.hidden * config.hidden < THREADED;
     let workers = if small { std::thread::available_parallelism().map_or(1, |c| c.get()) } else { 1 };
     for (i, variants) in plan.variants.chunks(workers).enumerate() {
         progress.at("reference runs", 1 + i * workers, runs);
-        let points = &whole.points;
+        let points = &found.points;
         let distances: Vec<Result<Distance, VerifyError>> = std::thread::scope(|scope| {
             let started: Vec<_> = variants.iter().map(|v| scope.spawn(move || distance(plan, *v, points))).collect();
             let gone = |_| Err(VerifyError::Reference("a run of the reference ended in a panic".into()));
@@ -127,16 +127,16 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
         for (variant, distance) in variants.iter().zip(distances) {
             let distance = distance?;
             for (place, sigma) in distance.sigma {
-                if let Some(floored) = whole.points.get_mut(&place) {
+                if let Some(floored) = found.points.get_mut(&place) {
                     floored.sigma.iter_mut().zip(sigma).for_each(|(s, other)| *s = s.max(other));
                 }
             }
-            whole.kl.push(distance.kl);
-            whole.references.extend(distance.logits.map(|logits| (variant.eps, logits)));
+            found.kl.push(distance.kl);
+            found.references.extend(distance.logits.map(|logits| (variant.eps, logits)));
         }
     }
     progress.at("reference runs", runs, runs);
-    Ok(whole)
+    Ok(found)
 }
 
 /// How far one variant is from the f64 run.
@@ -380,7 +380,7 @@ mod tests {
     }
 
     /// A run with scores of two experts of which one is used, in two rows, and logits.
-    fn whole(scores: [f64; 4]) -> ReferenceRuns {
+    fn reference(scores: [f64; 4]) -> ReferenceRuns {
         let floored = |exact: [f64; 4]| {
             let exact = Array2::from_shape_vec((2, 2), exact.to_vec()).expect("two by two");
             Floored { exact, sigma: vec![1e-3; 2] }
@@ -396,27 +396,25 @@ mod tests {
 
     /// A target with those logits that chose these experts.
     fn target(chosen: &[i32]) -> Fed {
-        let values = Values::I32(chosen.to_vec());
-        let place = Place::trunk(0, Point::ExpertIds);
-        let ids = Captured { place, rows: chosen.len(), shape: vec![1], values };
+        let ids = Captured::of_test(Point::ExpertIds, &[1], Values::I32(chosen.to_vec()));
         Fed { trace: Trace::new("a run".into(), vec![0; 2], Attention::Dsa, vec![vec![ids]]), logits: vec![1.0; 4] }
     }
 
-    fn judged(whole: &ReferenceRuns, target: &Fed, absent: &[Place]) -> (Verdict, String) {
-        let check = whole.compare("logits", target, &|_, _| 1.0, None, absent);
+    fn judged(reference: &ReferenceRuns, target: &Fed, absent: &[Place]) -> (Verdict, String) {
+        let check = reference.compare("logits", target, &|_, _| 1.0, None, absent);
         (check.verdict, check.detail)
     }
 
     #[test]
     fn what_cannot_be_judged_is_never_a_match() {
-        let clear = whole([1.0, 0.0, 0.0, 1.0]);
+        let clear = reference([1.0, 0.0, 0.0, 1.0]);
         assert_eq!(judged(&clear, &target(&[0, 1]), &[]).0, Verdict::Match);
         assert_eq!(judged(&clear, &target(&[0, 0]), &[]).0, Verdict::Divergent);
-        let unmeasured = |whole: &ReferenceRuns, target: &Fed, says: &str| {
-            let (verdict, detail) = judged(whole, target, &[]);
+        let unmeasured = |reference: &ReferenceRuns, target: &Fed, says: &str| {
+            let (verdict, detail) = judged(reference, target, &[]);
             assert!(verdict == Verdict::Unmeasured && detail.contains(says), "{verdict:?}: {detail}");
         };
-        unmeasured(&whole([f64::NAN, 0.0, 0.0, 1.0]), &target(&[0, 1]), "not numbers");
+        unmeasured(&reference([f64::NAN, 0.0, 0.0, 1.0]), &target(&[0, 1]), "not numbers");
         unmeasured(&clear, &target(&[0]), "fewer rows of choices");
         let place = Place::trunk(0, Point::ExpertIds);
         let mut silent = target(&[0, 1]);
@@ -429,6 +427,6 @@ mod tests {
         unmeasured(&clear, &Fed { logits: vec![1.0; 2], ..target(&[0, 1]) }, "1 of 2 rows");
         assert_eq!(unscored.first_near_tie(place), Some(0));
         assert_eq!(clear.first_near_tie(place), None);
-        assert_eq!(whole([1.0, 0.0, f64::NAN, 0.0]).first_near_tie(place), Some(1));
+        assert_eq!(reference([1.0, 0.0, f64::NAN, 0.0]).first_near_tie(place), Some(1));
     }
 }

@@ -6,6 +6,7 @@ use super::VerifyError;
 use super::asks::Ask;
 use super::feed::{Fed, Feed, Listen, feed};
 use crate::checkpoint::Checkpoint;
+use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, EngineError, Engines, Options, Recipe};
 use crate::probe::Trace;
 use crate::probe::capture::Filter;
@@ -45,8 +46,12 @@ pub struct Subject {
 impl Subject {
     /// Options that hold the whole prompt in one step.
     pub fn options(&self) -> Options {
-        let tokens = self.ids.len();
-        Options { attention: self.attention, chunk: tokens, cache_tokens: tokens + 64, sequences: 1 }
+        self.room(self.ids.len(), self.ids.len() + 2 * PAGE, 1)
+    }
+
+    /// Options for steps of `chunk` tokens, with so many tokens in the cache.
+    pub fn room(&self, chunk: usize, cache_tokens: usize, sequences: usize) -> Options {
+        Options { attention: self.attention, chunk, cache_tokens, sequences }
     }
 
     /// An engine under test with the subject's own degree and options.

@@ -29,8 +29,13 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             for ranks in op.scopes() {
                 let alter = op.altering((layer, param), ranks.clone(), move |key, base| misread(op, key, ty, base));
                 let statement = format!("the {} bytes of {name} are read as plain {ty}", info.name);
-                let (site, reread) = (op.tensor(layer, param), move || reread_tensor(op, layer, param, ty));
-                let reads: Option<(_, Misread<'a>)> = Some((param, Box::new(reread)));
+                let site = op.tensor(layer, param);
+                let whole = move || {
+                    let (_, RawTensor { ne, bytes, .. }) = tensor_of(op, layer, param)?;
+                    let bytes = Cow::Owned(reread(&bytes, ty, ne.iter().product()));
+                    Some(RawTensor { type_id: ty.info().id, ne, bytes })
+                };
+                let reads: Option<(_, Misread<'a>)> = Some((param, Box::new(whole)));
                 all.push(Hypothesis { site, ranks, reads, ..op.hypothesis(FAULT.kind, statement, overturn, alter) });
             }
         }
@@ -40,18 +45,6 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
 
 fn tensor_of<'a>(op: &'a OpContext<'a>, layer: Option<usize>, param: Param) -> Option<(String, RawTensor<'a>)> {
     weights::file_tensor(op.raw, op.judge.config, layer, param, None).ok()?
-}
-
-/// The whole tensor as the misreading takes it.
-fn reread_tensor<'a>(
-    op: &'a OpContext<'a>,
-    layer: Option<usize>,
-    param: Param,
-    ty: QuantType,
-) -> Option<RawTensor<'a>> {
-    let (_, tensor) = tensor_of(op, layer, param)?;
-    let bytes = Cow::Owned(reread(&tensor.bytes, ty, tensor.ne.iter().product()));
-    Some(RawTensor { type_id: ty.info().id, ne: tensor.ne, bytes })
 }
 
 /// A parameter (or one expert, one row of the embedding) as the misreading sees it.

@@ -88,31 +88,28 @@ fn misjoined(
     scope: &[usize],
     key: Key,
 ) -> Result<Value, RefError> {
-    let mut local: Vec<Arc<Array2<f32>>> = Vec::new();
-    let whole = |p: Param| match value_of(op.judge.weights, (key.0, p, key.2))? {
-        Value::Matrix(m) => Ok(m),
-        _ => Err(RefError::tensor(name(p).to_string(), "a matrix".to_string(), "another form".to_string())),
-    };
-    let of_rank = |p: Param, r: usize| -> Result<Arc<Array2<f32>>, RefError> {
-        let m = whole(p)?;
+    let part = |p: Param, r: usize| -> Result<Array2<f32>, RefError> {
+        let Value::Matrix(m) = value_of(op.judge.weights, (key.0, p, key.2))? else {
+            return Err(RefError::tensor(name(p).to_string(), "a matrix".to_string(), "another form".to_string()));
+        };
         Ok(match op.placement(p, r)? {
-            Placement::Rows(rows) => Arc::new(m.slice(s![rows, ..]).to_owned()),
-            _ => m,
+            Placement::Rows(rows) => m.slice(s![rows, ..]).to_owned(),
+            _ => (*m).clone(),
         })
     };
-    let sharded = matches!(op.placement(parts[at], 0)?, Placement::Rows(_));
-    let ranks: Vec<usize> = if sharded { (0..op.trace.tp).collect() } else { vec![rank] };
-    for r in ranks {
-        let own: Vec<Arc<Array2<f32>>> = parts.iter().map(|p| of_rank(*p, r)).collect::<Result<_, _>>()?;
+    let of_rank = |r: usize| -> Result<Array2<f32>, RefError> {
+        let own = parts.iter().map(|p| part(*p, r)).collect::<Result<Vec<_>, _>>()?;
         if !scope.contains(&r) {
-            local.push(own[at].clone());
-            continue;
+            return Ok(own[at].clone());
         }
-        let joined = stacked(&order.iter().map(|i| own[*i].clone()).collect::<Vec<_>>())?;
+        let joined = stacked(order.iter().map(|i| &own[*i]))?;
         let first: usize = own[..at].iter().map(|m| m.nrows()).sum();
-        local.push(Arc::new(joined.slice(s![first..first + own[at].nrows(), ..]).to_owned()));
-    }
-    Ok(Value::Matrix(Arc::new(stacked(&local)?)))
+        Ok(joined.slice(s![first..first + own[at].nrows(), ..]).to_owned())
+    };
+    let sharded = matches!(op.placement(parts[at], 0)?, Placement::Rows(_));
+    let ranks = if sharded { 0..op.trace.tp } else { rank..rank + 1 };
+    let all = ranks.map(of_rank).collect::<Result<Vec<_>, _>>()?;
+    Ok(Value::Matrix(Arc::new(stacked(all.iter())?)))
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@
 use super::super::VerifyError;
 use super::super::subject::Subject;
 use crate::device::{Batch, Draw, Token};
+use crate::engine::EngineError;
 use crate::engine::kv::PAGE;
 use crate::engine::sampler::greedy;
-use crate::engine::{EngineError, Options};
 use crate::report::{Check, Verdict};
 
 /// How the three sequences choose. The hot one leaves the likeliest token soon; its seed fills both halves of 64 bits.
@@ -23,8 +23,7 @@ pub(super) fn check(subject: &Subject) -> Result<Check, VerifyError> {
     let end = ids.len() - steps;
     let prompts = [&ids[..end], &ids[end / 2..end], &ids[..end / 2 + 1]];
     let all = prompts.iter().map(|p| p.len() + steps).sum::<usize>();
-    let options =
-        Options { attention: subject.attention, chunk: all, cache_tokens: all + PAGE, sequences: prompts.len() };
+    let options = subject.room(all, all + PAGE, prompts.len());
     let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     if !engine.runs_ahead(prompts.len()) {
         return Ok(Check::new(name, Verdict::NotApplicable, "the device chooses no tokens"));

@@ -22,7 +22,7 @@ use crate::verify::reference_run::{self, Plan, ReferenceRuns};
 /// The baseline's run and the floor around it.
 pub struct Free {
     /// The reference's runs with the baseline's choices.
-    pub whole: ReferenceRuns,
+    pub reference: ReferenceRuns,
     /// The baseline's choices.
     pub choices: Arc<Replacements>,
     /// The baseline's logits.
@@ -42,8 +42,8 @@ impl Bench<'_> {
         let choices = Arc::new(run.trace.choices(0));
         let variants = reference_run::recipe(subject.recipe, subject.tp);
         let plan = Plan::new(&subject.checkpoint, &run.trace, &choices, &variants);
-        let whole = reference_run::measure(&plan, self.progress)?;
-        Ok(self.floor.get_or_init(|| Free { whole, choices, logits: run.logits }))
+        let reference = reference_run::measure(&plan, self.progress)?;
+        Ok(self.floor.get_or_init(|| Free { reference, choices, logits: run.logits }))
     }
 
     /// Compares the prompt fed in another way with the prompt in one step, both with the baseline's choices. Choices at
@@ -59,7 +59,7 @@ impl Bench<'_> {
         let target = run(&mut self.engine, &listen)?;
         let (free, vocab) = (self.floor()?, self.vocab());
         let baseline = against(&plain.logits, vocab);
-        Ok(free.whole.compare(name, &target, &baseline, Some(&free.choices), absent))
+        Ok(free.reference.compare(name, &target, &baseline, Some(&free.choices), absent))
     }
 
     /// TP 1 = TP N.
@@ -78,8 +78,8 @@ impl Bench<'_> {
         };
         let target = feed(&mut self.engine, &Feed::whole(&self.subject.ids), &listen)?;
         let free = self.floor()?;
-        let (whole, chosen, vocab) = (&free.whole, Some(&*free.choices), self.vocab());
-        let mut check = whole.compare(&name, &target, &against(&free.logits, vocab), chosen, &[]);
+        let (reference, chosen, vocab) = (&free.reference, Some(&*free.choices), self.vocab());
+        let mut check = reference.compare(&name, &target, &against(&free.logits, vocab), chosen, &[]);
         if check.verdict == Verdict::Divergent
             && let Some(op) = self.first_bad()?
         {
@@ -102,14 +102,14 @@ impl Bench<'_> {
         let forced = self.floor()?.choices.clone();
         let variants = reference_run::recipe(subject.recipe, subject.tp);
         let plan = Plan::new(&subject.checkpoint, &self.base.trace, &forced, &variants);
-        let whole = reference_run::measure(&Plan { keep: &keep, rows: &rows, ..plan }, self.progress)?;
+        let reference = reference_run::measure(&Plan { keep: &keep, rows: &rows, ..plan }, self.progress)?;
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
         let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
         let (baseline, target) = (feed(&mut one, &all, &listen)?.trace, feed(&mut self.engine, &all, &listen)?.trace);
         for place in baseline.held().union(&target.held()) {
             // Where the reference has no such point there is no floor to name it by.
-            let Some(floored) = whole.point(*place) else { continue };
+            let Some(floored) = reference.point(*place) else { continue };
             let (baseline, target) = match (baseline.whole(*place), target.whole(*place)) {
                 (Ok(baseline), Ok(target)) => (baseline, target),
                 (Err(why), _) => return Ok(Some(format!("first op {place}: at one rank: {why}"))),

@@ -192,14 +192,16 @@ mod tests {
         Floored { exact: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2] }
     }
 
+    fn of(look: impl FnOnce(&mut Case)) -> Check {
+        check("x", |case| {
+            look(case);
+            Ok(())
+        })
+    }
+
     #[test]
     fn a_case_counts_floors_and_places() {
-        let judge = |found: Array2<f64>| {
-            check("x", |case| {
-                case.judge("y", &found, &floor());
-                Ok(())
-            })
-        };
+        let judge = |found: Array2<f64>| of(|case| case.judge("y", &found, &floor()));
         let near = judge(Array2::from_elem((2, 40), 1.0 + 1e-6));
         assert_eq!(near.verdict, Verdict::Match, "{}", near.detail);
         // One row of two is far: its own pool says so.
@@ -219,21 +221,13 @@ mod tests {
         assert_eq!(check("x", |_| Err(GpuError::NoDriver)).verdict, Verdict::Unmeasured);
         let failed = check("x", |_| Err(GpuError::Driver { what: "y".into(), error: "broke".into() }));
         assert!(failed.verdict == Verdict::Divergent && failed.detail.contains("broke"));
-        let unstable = check("x", |case| {
-            case.unstable("word 3".into());
-            Ok(())
-        });
+        let unstable = of(|case| case.unstable("word 3".into()));
         assert_eq!(unstable.verdict, Verdict::Nondeterministic);
     }
 
     #[test]
     fn exact_values_know_nan_and_the_sign_of_zero() {
-        let same = |a: f32, b: f32| {
-            check("x", |case| {
-                case.same("y", &[a], &[b]);
-                Ok(())
-            })
-        };
+        let same = |a: f32, b: f32| of(|case| case.same("y", &[a], &[b]));
         assert_eq!(same(f32::NAN, f32::from_bits(0x7fff_ffff)).verdict, Verdict::Match);
         assert_eq!(same(0.0, -0.0).verdict, Verdict::Divergent);
     }

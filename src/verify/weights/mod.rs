@@ -17,6 +17,7 @@ use lockstep_reference::slice::Placement;
 use lockstep_reference::weights::shape;
 
 use self::expected::{Expected, Oracle};
+use super::file::plural;
 use super::param_map::reference_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::Checkpoint;
@@ -151,8 +152,7 @@ impl Tally {
                 0 => String::new(),
                 ranks => format!(", {ranks} ranks hold covering blocks"),
             };
-            let noun = if count == 1 { "parameter" } else { "parameters" };
-            let detail = format!("{count} {noun}, {cut}, {}{covering}", formats.join(" "));
+            let detail = format!("{}, {cut}, {}{covering}", plural(count, "parameter"), formats.join(" "));
             checks.push(Check::exact(kind.name(), true, detail));
         }
         checks

@@ -278,8 +278,8 @@ impl<'a> Bench<'a> {
         let seen = lab.thrice(&[&y, &scores], &|| {
             let args = given![*rows, queries, factor, ids, k, tokens, width, scores];
             lab.launch("attention", None, "scores_naive", geometry::threads(width, *heads, n), &args)?;
-            let launch = geometry::threads(n * heads, 1, 1);
-            lab.launch("attention", None, "softmax_naive", launch, &given![scores, width, n * heads])?;
+            let (launch, args) = (geometry::threads(n * heads, 1, 1), given![scores, width, n * heads]);
+            lab.launch("attention", None, "softmax_naive", launch, &args)?;
             let mut args = given![*rows, latent + rope, scores, width, *heads, *latent, ids, k, tokens];
             args.extend(given![y, y.row()]);
             lab.launch("attention", None, "weighted_naive", geometry::threads(*latent, *heads, n), &args)

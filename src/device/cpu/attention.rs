@@ -199,8 +199,8 @@ fn dots<const P: usize>(kernels: &Kernels, parts: [(&[f32], &[&[f32]]); P], out:
     for (i, out) in out.chunks_mut(TILE_TOKENS).enumerate() {
         let mut sums = [Lanes::ZERO; TILE_TOKENS];
         let sums = &mut sums[..out.len()];
-        for (key, heads) in parts {
-            kernels.tile(key, &heads[i * TILE_TOKENS..][..out.len()], sums);
+        for (part, (key, heads)) in parts.into_iter().enumerate() {
+            kernels.tile(key, &heads[i * TILE_TOKENS..][..out.len()], sums, part == 0);
         }
         kernels.totals(sums, out);
     }

@@ -366,46 +366,40 @@ impl Product<'_> {
 
     /// The results of 1 or [`TILE_ROWS`] rows for one block of tokens.
     fn strip(&self, row: usize, height: usize, tokens: Range<usize>, scratch: &mut Scratch) {
-        let Scratch { weights, sums } = scratch;
-        let weights = Lanes::flat(weights);
-        let sums = &mut sums[..height * tokens.len()];
-        sums.fill(Lanes::ZERO);
+        let weights = Lanes::flat(&mut scratch.weights);
         for start in (0..self.w.cols).step_by(CHUNK) {
             let columns = start..(start + CHUNK).min(self.w.cols);
             let weights = &mut weights[..height * columns.len()];
             self.expand(row, columns.clone(), weights);
-            let mut sums = &mut sums[..];
-            let mut first = tokens.start;
-            while first < tokens.end {
+            for first in tokens.clone().step_by(TILE_TOKENS) {
                 let width = (tokens.end - first).min(TILE_TOKENS);
-                let (tile, rest) = sums.split_at_mut(height * width);
+                // Sums that no other chunk adds to are not kept: all tokens use the same few, which stay in the cache.
+                let at = if self.w.cols > CHUNK { height * (first - tokens.start) } else { 0 };
+                let sums = &mut scratch.sums[at..at + height * width];
                 let mut x: [&[f32]; TILE_TOKENS] = [&[]; TILE_TOKENS];
                 for (i, x) in x[..width].iter_mut().enumerate() {
                     let at = self.x.offset + self.x_rows.at(first + i) * self.x.stride;
                     *x = &self.x.data[at + columns.start..at + columns.end];
                 }
-                self.kernels.tile(weights, &x[..width], tile);
-                sums = rest;
-                first += width;
-            }
-        }
-        let mut sums = &sums[..];
-        let mut first = tokens.start;
-        while first < tokens.end {
-            let width = (tokens.end - first).min(TILE_TOKENS);
-            let (tile, rest) = sums.split_at(height * width);
-            let mut totals = [0.0; TILE_ROWS * TILE_TOKENS];
-            self.kernels.totals(tile, &mut totals);
-            for i in 0..width {
-                let at = self.y_offset + self.y_rows.at(first + i) * self.y_stride + row;
-                for r in 0..height {
-                    // SAFETY: `check` showed that the last row's last place is inside the buffer, and no other thread
-                    // has this weight row.
-                    unsafe { *self.y.add(at + r) = totals[r * width + i] };
+                self.kernels.tile(weights, &x[..width], sums, start == 0);
+                if columns.end == self.w.cols {
+                    self.store(row, height, first..first + width, sums);
                 }
             }
-            sums = rest;
-            first += width;
+        }
+    }
+
+    /// Writes the results of a tile.
+    fn store(&self, row: usize, height: usize, tokens: Range<usize>, sums: &[Lanes]) {
+        let mut totals = [0.0; TILE_ROWS * TILE_TOKENS];
+        self.kernels.totals(sums, &mut totals);
+        for (i, token) in tokens.clone().enumerate() {
+            let at = self.y_offset + self.y_rows.at(token) * self.y_stride + row;
+            for r in 0..height {
+                // SAFETY: `check` showed that the last row's last place is inside the buffer, and no other thread has
+                // this weight row.
+                unsafe { *self.y.add(at + r) = totals[r * tokens.len() + i] };
+            }
         }
     }
 

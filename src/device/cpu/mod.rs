@@ -74,12 +74,11 @@ impl CpuDevice {
     /// `rows * width` copies of `value`, or an error that names the size where it is absurd or the memory is not there.
     fn filled<T: Clone>(&self, rows: usize, width: usize, value: T) -> Result<Vec<T>, DeviceError> {
         let most = MOST_BYTES / size_of::<T>();
-        let mut data = Vec::new();
-        match rows.checked_mul(width).filter(|n| *n <= most && data.try_reserve_exact(*n).is_ok()) {
-            Some(values) => {
-                data.resize(values, value);
-                Ok(data)
-            }
+        // Only a reservation can be refused, and only `vec!` leaves zeros to the system, which takes no memory for them
+        // before they are written.
+        let fits = |n: &usize| *n <= most && Vec::<T>::new().try_reserve_exact(*n).is_ok();
+        match rows.checked_mul(width).filter(fits) {
+            Some(values) => Ok(vec![value; values]),
             None => {
                 let found = format!("{rows} rows of {width} values");
                 Err(self.error(None, format!("a buffer: expected a size that memory has room for, found {found}")))

@@ -47,7 +47,7 @@ pub struct Kernels {
     totals: unsafe fn(&[Lanes], &mut [f32]),
 }
 
-type Tile = unsafe fn(&[f32], &[&[f32]], &mut [Lanes]);
+type Tile = unsafe fn(&[f32], &[&[f32]], &mut [Lanes], bool);
 
 impl Kernels {
     /// The kernels of a level.
@@ -61,19 +61,19 @@ impl Kernels {
         }
     }
 
-    /// Adds the products of a chunk of columns to a tile's sums: `w` is `[rows][n]` with 1 or [`TILE_ROWS`] rows, `x`
-    /// is 1 to [`TILE_TOKENS`] rows of n, `sums` is `[rows][tokens]`. A chunk that is not the last of its row must be a
-    /// multiple of [`LANES`] columns. Panics when the sizes do not fit one another; the callers derive them from each
-    /// other.
+    /// Adds the products of a chunk of columns to a tile's sums, which begin with the `first` chunk, whatever they held:
+    /// `w` is `[rows][n]` with 1 or [`TILE_ROWS`] rows, `x` is 1 to [`TILE_TOKENS`] rows of n, `sums` is
+    /// `[rows][tokens]`. A chunk that is not the last of its row must be a multiple of [`LANES`] columns. Panics when the
+    /// sizes do not fit one another; the callers derive them from each other.
     #[inline]
-    pub fn tile(&self, w: &[f32], x: &[&[f32]], sums: &mut [Lanes]) {
+    pub fn tile(&self, w: &[f32], x: &[&[f32]], sums: &mut [Lanes], first: bool) {
         let (tokens, columns) = (x.len(), x[0].len());
         let rows = sums.len() / tokens;
         assert!((rows == 1 || rows == TILE_ROWS) && rows * tokens == sums.len() && w.len() == rows * columns);
         assert!(x.iter().all(|x| x.len() == columns));
         let tile = self.tiles[usize::from(rows == TILE_ROWS)][tokens - 1];
         // SAFETY: the tile was compiled for a level this machine has, and the sizes were checked above.
-        unsafe { tile(w, x, sums) };
+        unsafe { tile(w, x, sums, first) };
     }
 
     /// Four [`axpy`] one after the other, with the same bits, that read and write `y` once: the four rows are as long as
@@ -115,6 +115,9 @@ pub fn axpy(alpha: f32, x: &[f32], y: &mut [f32]) {
 trait Vector: Copy {
     const WIDTH: usize;
     /// # Safety
+    /// The machine must have the vector's instructions.
+    unsafe fn zero() -> Self;
+    /// # Safety
     /// `at` must be valid for reading WIDTH values; the machine must have the vector's instructions.
     unsafe fn load(at: *const f32) -> Self;
     /// # Safety
@@ -132,44 +135,61 @@ trait Vector: Copy {
 
 /// One tile of R rows and T tokens, P vectors holding the lanes of a pair.
 ///
+/// Plain loops over known bounds, so that every sum stays in a register. A closure over vectors that the compiler does
+/// not inline would lack the level's instructions, and each of its loads would be a call.
+///
 /// # Safety
 /// `w` holds R rows of n, `x` T rows of n, `sums` R * T; WIDTH * P = LANES; the machine has V's instructions.
 #[inline(always)]
-unsafe fn tile<V: Vector, const P: usize, const R: usize, const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes]) {
+#[allow(clippy::needless_range_loop)]
+unsafe fn tile<V: Vector, const P: usize, const R: usize, const T: usize>(
+    w: &[f32],
+    x: &[&[f32]],
+    sums: &mut [Lanes],
+    first: bool,
+) {
     const { assert!(V::WIDTH * P == LANES) };
     let n = w.len() / R;
     let whole = n / LANES * LANES;
-    let x: [*const f32; T] = std::array::from_fn(|t| x[t].as_ptr());
     let w = w.as_ptr();
-    // SAFETY: columns stay below n within each row, and lanes below LANES within each sum.
+    // SAFETY: the caller's promise of T rows; columns stay below n within each row, and lanes below LANES within each
+    // sum.
     unsafe {
-        let mut acc: [[[V; P]; T]; R] = std::array::from_fn(|r| {
-            std::array::from_fn(|t| {
-                let from = sums[r * T + t].0.as_ptr();
-                std::array::from_fn(|p| V::load(from.add(p * V::WIDTH)))
-            })
-        });
-        for column in (0..whole).step_by(LANES) {
-            for p in 0..P {
-                let at = column + p * V::WIDTH;
-                let token: [V; T] = std::array::from_fn(|t| V::load(x[t].add(at)));
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    let weight = V::load(w.add(r * n + at));
-                    for (acc, &token) in acc.iter_mut().zip(&token) {
-                        acc[p] = acc[p].fma(weight, token);
-                    }
+        let x = &*x.as_ptr().cast::<[&[f32]; T]>();
+        let mut acc = [[[V::zero(); P]; T]; R];
+        for r in 0..if first { 0 } else { R } {
+            for t in 0..T {
+                for p in 0..P {
+                    acc[r][t][p] = V::load(sums[r * T + t].0.as_ptr().add(p * V::WIDTH));
                 }
             }
         }
-        for (r, acc) in acc.iter().enumerate() {
-            for (t, acc) in acc.iter().enumerate() {
+        let mut column = 0;
+        while column < whole {
+            for p in 0..P {
+                let at = column + p * V::WIDTH;
+                let mut token = [V::zero(); T];
+                for t in 0..T {
+                    token[t] = V::load(x[t].as_ptr().add(at));
+                }
+                for r in 0..R {
+                    let weight = V::load(w.add(r * n + at));
+                    for t in 0..T {
+                        acc[r][t][p] = acc[r][t][p].fma(weight, token[t]);
+                    }
+                }
+            }
+            column += LANES;
+        }
+        for r in 0..R {
+            for t in 0..T {
                 let lanes = &mut sums[r * T + t].0;
-                for (p, v) in acc.iter().enumerate() {
-                    v.store(lanes.as_mut_ptr().add(p * V::WIDTH));
+                for p in 0..P {
+                    acc[r][t][p].store(lanes.as_mut_ptr().add(p * V::WIDTH));
                 }
                 for column in whole..n {
                     let lane = &mut lanes[column - whole];
-                    *lane = (*w.add(r * n + column)).mul_add(*x[t].add(column), *lane);
+                    *lane = (*w.add(r * n + column)).mul_add(*x[t].as_ptr().add(column), *lane);
                 }
             }
         }
@@ -181,11 +201,16 @@ unsafe fn tile<V: Vector, const P: usize, const R: usize, const T: usize>(w: &[f
 /// # Safety
 /// As [`tile`].
 #[inline(always)]
-unsafe fn rows<V: Vector, const P: usize, const R: usize, const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes]) {
+unsafe fn rows<V: Vector, const P: usize, const R: usize, const T: usize>(
+    w: &[f32],
+    x: &[&[f32]],
+    sums: &mut [Lanes],
+    first: bool,
+) {
     let n = w.len() / R;
     for r in 0..R {
         // SAFETY: passed on.
-        unsafe { tile::<V, P, 1, T>(&w[r * n..(r + 1) * n], x, &mut sums[r * T..(r + 1) * T]) };
+        unsafe { tile::<V, P, 1, T>(&w[r * n..(r + 1) * n], x, &mut sums[r * T..(r + 1) * T], first) };
     }
 }
 
@@ -208,15 +233,15 @@ macro_rules! level {
             };
 
             $(#[$attribute])?
-            unsafe fn single<const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes]) {
+            unsafe fn single<const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes], first: bool) {
                 // SAFETY: passed on.
-                unsafe { tile::<$vector, $parts, 1, T>(w, x, sums) };
+                unsafe { tile::<$vector, $parts, 1, T>(w, x, sums, first) };
             }
 
             $(#[$attribute])?
-            unsafe fn full<const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes]) {
+            unsafe fn full<const T: usize>(w: &[f32], x: &[&[f32]], sums: &mut [Lanes], first: bool) {
                 // SAFETY: passed on.
-                unsafe { super::$full::<$vector, $parts, TILE_ROWS, T>(w, x, sums) };
+                unsafe { super::$full::<$vector, $parts, TILE_ROWS, T>(w, x, sums, first) };
             }
 
             $(#[$attribute])?
@@ -224,7 +249,7 @@ macro_rules! level {
                 let mut sums = [Lanes::ZERO];
                 // SAFETY: both slices have the same length; the level is the caller's promise.
                 unsafe {
-                    tile::<$vector, $parts, 1, 1>(a, &[b], &mut sums);
+                    tile::<$vector, $parts, 1, 1>(a, &[b], &mut sums, true);
                     <$vector>::total(&sums[0])
                 }
             }
@@ -268,6 +293,11 @@ impl Vector for [f32; 8] {
     const WIDTH: usize = 8;
 
     #[inline(always)]
+    unsafe fn zero() -> Self {
+        [0.0; 8]
+    }
+
+    #[inline(always)]
     unsafe fn load(at: *const f32) -> Self {
         // SAFETY: the caller's promise.
         unsafe { at.cast::<Self>().read_unaligned() }
@@ -304,9 +334,15 @@ mod x86 {
     use std::arch::x86_64::*;
 
     macro_rules! vector {
-        ($vector:ty, $width:literal, $load:ident, $store:ident, $fma:ident, $total:ident) => {
+        ($vector:ty, $width:literal, $zero:ident, $load:ident, $store:ident, $fma:ident, $total:ident) => {
             impl Vector for $vector {
                 const WIDTH: usize = $width;
+
+                #[inline(always)]
+                unsafe fn zero() -> Self {
+                    // SAFETY: the caller's promise.
+                    unsafe { $zero() }
+                }
 
                 #[inline(always)]
                 unsafe fn load(at: *const f32) -> Self {
@@ -335,8 +371,8 @@ mod x86 {
         };
     }
 
-    vector! { __m256, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, total_avx2 }
-    vector! { __m512, 16, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, total_avx512 }
+    vector! { __m256, 8, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, total_avx2 }
+    vector! { __m512, 16, _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, total_avx512 }
 
     /// # Safety
     /// `at` must be valid for reading 32 values; the machine must have AVX2.
@@ -344,8 +380,9 @@ mod x86 {
     unsafe fn total_avx2(at: *const f32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let [a, b, c, d] = [0, 8, 16, 24].map(|i| _mm256_loadu_ps(at.add(i)));
-            total_of_eight(_mm256_add_ps(_mm256_add_ps(a, c), _mm256_add_ps(b, d)))
+            let even = _mm256_add_ps(_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(16)));
+            let odd = _mm256_add_ps(_mm256_loadu_ps(at.add(8)), _mm256_loadu_ps(at.add(24)));
+            total_of_eight(_mm256_add_ps(even, odd))
         }
     }
 
@@ -422,7 +459,7 @@ pub(super) mod tests {
                         let x: Vec<Vec<f32>> = (0..tokens).map(|t| values(n, 100 + t as u64)).collect();
                         let x: Vec<&[f32]> = x.iter().map(Vec::as_slice).collect();
                         let mut sums = vec![Lanes::ZERO; rows * tokens];
-                        kernels.tile(&w, &x, &mut sums);
+                        kernels.tile(&w, &x, &mut sums, true);
                         let mut totals = vec![0.0; rows * tokens];
                         kernels.totals(&sums, &mut totals);
                         for r in 0..rows {
@@ -444,7 +481,7 @@ pub(super) mod tests {
         let kernels = Kernels::new(Isa::best());
         let mut sums = [Lanes::ZERO];
         for range in [0..64, 64..96, 96..300] {
-            kernels.tile(&w[range.clone()], &[&x[range]], &mut sums);
+            kernels.tile(&w[range.clone()], &[&x[range.clone()]], &mut sums, range.start == 0);
         }
         let mut total = [0.0];
         kernels.totals(&sums, &mut total);

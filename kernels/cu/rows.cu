@@ -49,7 +49,8 @@ extern "C" __global__ void widen(const float *x, i64 x_row, i64 x_group, int gro
 }
 
 // Rows `rows[i]` of x; an entry of -1 gives zeros.
-extern "C" __global__ void take_rows(const float *x, i64 x_row, int width, const i32 *rows, float *y, i64 y_row, int n) {
+extern "C" __global__ void gather_rows(const float *x, i64 x_row, int width, const i32 *rows, float *y, i64 y_row,
+                                       int n) {
     EACH(i, (i64)n * width) {
         const int t = rows[i / width];
         y[i / width * y_row + i % width] = t < 0 ? 0.0f : x[t * x_row + i % width];

@@ -2,12 +2,12 @@
 // next one. NaN never wins; ties go to the lowest id. Moves: the logits once.
 #include "common/ptx.cuh"
 
-struct Best {
+struct Choice {
     float key;
     i32 id; // -1: none
 };
 
-static __device__ __forceinline__ Best better(Best a, Best b) {
+static __device__ __forceinline__ Choice better(Choice a, Choice b) {
     if (b.id < 0) return a;
     if (a.id < 0 || b.key > a.key || (b.key == a.key && b.id < a.id)) return b;
     return a;
@@ -28,20 +28,20 @@ static __device__ double noise(u64 seed, i32 position, i32 id) {
 // temperature is 0, else the largest logit / temperature + noise, which follows the softmax (Maddison, Tarlow and Minka
 // 2014). A block of whole warps per row; `seed` is [rows][2], the low half first.
 extern "C" __global__ void __launch_bounds__(1024)
-    best_token(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
-               const i32 *position, Best *out) {
-    __shared__ Best scratch[32];
+    sample(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
+           const i32 *position, Choice *out) {
+    __shared__ Choice scratch[32];
     const int r = blockIdx.x;
     const float *own = logits + r * row;
     const double t = temperature[r];
     const u64 s = (u64)seed[2 * r + 1] << 32 | seed[2 * r];
-    Best top = {0.0f, -1};
+    Choice top = {0.0f, -1};
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         const float key = t > 0 ? (float)(own[i] / t + noise(s, position[r], first + i)) : own[i];
         if (!isnan(key)) top = better(top, {key, first + i});
     }
     for (int step = 16; step > 0; step >>= 1) {
-        const Best other = {__shfl_xor_sync(0xffffffffu, top.key, step), __shfl_xor_sync(0xffffffffu, top.id, step)};
+        const Choice other = {__shfl_xor_sync(0xffffffffu, top.key, step), __shfl_xor_sync(0xffffffffu, top.id, step)};
         top = better(top, other);
     }
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = top;
@@ -52,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 }
 
-// The best over ranks (`pairs` is [ranks][pair_row], this rank's own pairs where there is one rank) becomes each
+// The best choice over ranks (`pairs` is [ranks][pair_row], this rank's own pairs where there is one rank) becomes each
 // sequence's next token: its id and position replace the step's inputs, and the id is written to place `step % ring` of
 // `tokens`, `[ring][n]`. Row r is token r; rows with position -1 stay.
-extern "C" __global__ void advance(const Best *pairs, int ranks, int pair_row, int n, i32 *id, i32 *position, i32 *tokens,
-                                   int ring, u32 *step) {
+extern "C" __global__ void commit(const Choice *pairs, int ranks, int pair_row, int n, i32 *id, i32 *position,
+                                  i32 *tokens, int ring, u32 *step) {
     for (int r = threadIdx.x; r < n; r += blockDim.x) {
-        Best top = pairs[r];
+        Choice top = pairs[r];
         for (int k = 1; k < ranks; ++k) top = better(top, pairs[(i64)k * pair_row + r]);
         const bool active = position[r] >= 0;
         if (active) {

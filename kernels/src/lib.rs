@@ -53,7 +53,7 @@ pub const UNITS: [Unit; 9] = [
             "scale",
             "copy",
             "widen",
-            "take_rows",
+            "gather_rows",
             "add",
             "swiglu",
             "append",
@@ -79,7 +79,7 @@ pub const UNITS: [Unit; 9] = [
         typed: false,
         kernels: &["route", "expert_weights", "route_naive", "group", "combine_slots"],
     },
-    Unit { name: "sample", typed: false, kernels: &["best_token", "advance"] },
+    Unit { name: "sample", typed: false, kernels: &["sample", "commit"] },
     Unit {
         name: "doctor",
         typed: false,

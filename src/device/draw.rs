@@ -23,8 +23,8 @@ impl Draw {
         (f64::from(logit) / f64::from(self.temperature) + noise(self.seed, position, id)) as f32
     }
 
-    /// The largest key and its id; ties go to the lowest id, NaN never wins.
-    pub fn best(&self, position: u32, tokens: impl Iterator<Item = (u32, f32)>) -> Option<(f32, u32)> {
+    /// The choice among `tokens`: the largest key and its id. Ties go to the lowest id, NaN never wins.
+    pub fn sample(&self, position: u32, tokens: impl Iterator<Item = (u32, f32)>) -> Option<(f32, u32)> {
         let keys = tokens.map(|(id, logit)| (self.key(position, id, logit), id)).filter(|(key, _)| !key.is_nan());
         keys.fold(None, |top, (key, id)| match top {
             Some((most, lowest)) if most > key || (most == key && lowest < id) => top,

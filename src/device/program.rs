@@ -120,8 +120,8 @@ pub struct Program {
 
 impl Program {
     /// The same pass with runs of calls replaced by fused ones. A point inside a fused call can still be looked at if the
-    /// call stores it; where someone may change it, or the call does not store it, the run stays as it is. A tap that
-    /// nobody looks at is taken off.
+    /// call stores it; where someone may change it, or the call does not store it, the run stays as it is. Scores that
+    /// nobody looks at are not stored.
     pub fn fuse(&self, rules: &[Rule], wants: &dyn Fn(Place) -> Want) -> Program {
         let mut fused = Program::default();
         let mut shows = self.shows.iter().copied().peekable();
@@ -146,8 +146,9 @@ impl Program {
             });
             let (n, mut call) = run.unwrap_or((1, *call));
             if let Op::IndexTopK { scores, .. } = &mut call.op {
-                let wanted = |tap: &BufId| {
-                    shown(at + 1..at + 2).any(|s| s.what == Operand::Context(*tap) && wants(s.place) != Want::Nothing)
+                let wanted = |scores: &BufId| {
+                    shown(at + 1..at + 2)
+                        .any(|s| s.what == Operand::Context(*scores) && wants(s.place) != Want::Nothing)
                 };
                 *scores = scores.filter(wanted);
             }

@@ -36,8 +36,9 @@ impl Sampling {
     pub fn choose(&self, position: u32, logits: &[f32]) -> u32 {
         let draw = Draw { temperature: self.temperature, seed: self.seed };
         let all = logits.iter().enumerate().map(|(id, logit)| (id as u32, *logit));
-        let best = if self.draw().is_some() { draw.best(position, all) } else { draw.best(position, self.kept(all)) };
-        best.map_or(0, |(_, id)| id)
+        let choice =
+            if self.draw().is_some() { draw.sample(position, all) } else { draw.sample(position, self.kept(all)) };
+        choice.map_or(0, |(_, id)| id)
     }
 
     /// What the filters keep, the most likely first.
@@ -125,7 +126,7 @@ mod tests {
         let sampling = Sampling { temperature: 0.7, seed: 5, ..Sampling::default() };
         let draw = sampling.draw().expect("no filter");
         let part = |position: u32, ids: std::ops::Range<usize>| {
-            draw.best(position, ids.map(|id| (id as u32, logits[id]))).expect("numbers")
+            draw.sample(position, ids.map(|id| (id as u32, logits[id]))).expect("numbers")
         };
         for position in 0..200 {
             let (low, high) = (part(position, 0..333), part(position, 333..1000));

@@ -143,13 +143,13 @@ impl Scheduler {
         self.admit(engine)?;
         let mut batch = Batch::default();
         let mut ran = Vec::new();
-        let room = engine.options().chunk;
+        let most = engine.options().chunk;
         // Sequences that decode come first, so that a long prompt does not make them wait.
         let mut order: Vec<usize> = (0..self.running.len()).collect();
         order.sort_by_key(|i| self.running[*i].ids.len() - self.running[*i].cached > 1);
         for i in order {
             let s = &self.running[i];
-            let take = (s.ids.len() - s.cached).min(room - batch.tokens.len());
+            let take = (s.ids.len() - s.cached).min(most - batch.tokens.len());
             if take == 0 {
                 continue;
             }

@@ -31,7 +31,7 @@ pub struct CpuDevice {
     caches: Vec<CpuCache>,
     weights: Vec<CpuWeight>,
     inputs: Batch,
-    /// Each rank's best key and id in each row; its own alone before they are shared.
+    /// Each rank's choice in each row, as key and id; its own alone before they are shared.
     choices: Vec<Vec<(f32, u32)>>,
     /// Tokens of steps that were given ahead and not taken yet.
     posts: VecDeque<Vec<u32>>,

@@ -334,7 +334,7 @@ impl CpuDevice {
         let rows = self.inputs.tokens.iter().zip(&self.inputs.ahead).take(n).enumerate();
         let choose = |(t, (token, draw)): (usize, (&Token, &Draw))| {
             let tokens = self.row(logits, t).iter().enumerate().map(|(i, logit)| ((first + i) as u32, *logit));
-            draw.best(token.position, tokens).unwrap_or((f32::NEG_INFINITY, u32::MAX))
+            draw.sample(token.position, tokens).unwrap_or((f32::NEG_INFINITY, u32::MAX))
         };
         let own = rows.map(choose).collect();
         self.choices.resize(self.comm.tp(), Vec::new());
@@ -359,8 +359,8 @@ impl CpuDevice {
     fn commit(&mut self, n: usize) -> Done {
         for (t, token) in self.inputs.tokens.iter_mut().take(n).enumerate() {
             let all = self.choices.iter().filter_map(|of| of.get(t).copied());
-            let best = all.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
-            token.id = best.map_or(0, |(_, id)| if id == u32::MAX { 0 } else { id });
+            let choice = all.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
+            token.id = choice.map_or(0, |(_, id)| if id == u32::MAX { 0 } else { id });
             token.position += 1;
         }
         Ok(())

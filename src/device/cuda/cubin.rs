@@ -239,7 +239,7 @@ fn compile(source: &str, name: &str, options: &[String]) -> Result<(Vec<u8>, Str
 mod tests {
     use super::*;
 
-    const LOG: &str = "ptxas info    : Compiling entry function 'advance' for 'sm_90a'\n";
+    const LOG: &str = "ptxas info    : Compiling entry function 'commit' for 'sm_90a'\n";
 
     #[test]
     fn what_is_damaged_is_not_in_the_cache() {

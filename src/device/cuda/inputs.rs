@@ -121,7 +121,7 @@ impl CudaInputs {
         if posts.waiting.len() >= RING {
             return Err(Problem::Refused(format!("at most {RING} steps may be ahead of the host")));
         }
-        // `advance` writes to the place that its own count of steps gives, so both count from the same beginning.
+        // `commit` writes to the place that its own count of steps gives, so both count from the same beginning.
         let (from, bytes) = (self.chosen.address() + 4 * (place * n) as u64, 4 * n);
         posts.pinned.receive(4 * place * MOST_RECORDED, from, bytes)?;
         posts.events[place].record()?;

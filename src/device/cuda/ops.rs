@@ -72,7 +72,7 @@ impl CudaDevice {
     pub(super) fn gather_rows(&self, x: View, out: View, n: usize) -> Done {
         let ((from, row, width), wanted) = (self.cols(x)?, self.inputs()?.rows());
         let ((to, y_row, _), rows) = (self.cols(out)?, n as i32);
-        self.each("take_rows", n * x.len(), &[&from, &row, &width, &wanted, &to, &y_row, &rows])
+        self.each("gather_rows", n * x.len(), &[&from, &row, &width, &wanted, &to, &y_row, &rows])
     }
 
     /// [`Op::Add`](crate::device::Op::Add).
@@ -295,7 +295,7 @@ impl CudaDevice {
         let seeds = temperatures + 4 * MOST_RECORDED as u64;
         let to = pairs + (self.rank * each) as u64;
         let args: [&dyn Arg; 8] = [&from, &row, &width, &id, &temperatures, &seeds, &position, &to];
-        self.launch("sample", None, "best_token", geometry::per_row(n, 1024), 0, &args)
+        self.launch("sample", None, "sample", geometry::per_row(n, 1024), 0, &args)
     }
 
     /// See sample.cu.
@@ -305,6 +305,6 @@ impl CudaDevice {
         let (tp, row, rows, ring) = (ranks as i32, MOST_RECORDED as i32, n as i32, RING as i32);
         let launch = Launch { grid: (1, 1, 1), block: 64, shared: 0 };
         let args: [&dyn Arg; 9] = [&pairs, &tp, &row, &rows, &tokens.id, &tokens.position, &chosen, &ring, &step];
-        self.launch("sample", None, "advance", launch, 0, &args)
+        self.launch("sample", None, "commit", launch, 0, &args)
     }
 }

@@ -62,7 +62,7 @@ pub(super) fn check(subject: &Subject) -> Result<Check, VerifyError> {
         let logits = engine.step(batch(i, &now, &[]), Vec::new())?.logits;
         for (s, (row, draw)) in logits.chunks_exact(vocab).zip(DRAWS).enumerate() {
             let position = (last(s) + i) as u32;
-            let best = draw.best(position, row.iter().enumerate().map(|(id, logit)| (id as u32, *logit)));
+            let best = draw.sample(position, row.iter().enumerate().map(|(id, logit)| (id as u32, *logit)));
             let Some((most, expected)) = best else {
                 return Ok(Check::exact(name, false, format!("sequence {s}, step {i}: no logit is a number")));
             };

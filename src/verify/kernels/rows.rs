@@ -22,7 +22,7 @@ pub fn run(lab: &Lab<'_>, c: &Config, out: &mut Vec<Check>) {
     one("rope", &|case| rope(lab, c, case));
     one("scale, copy, add", &|case| moved(lab, case));
     one("widen", &|case| widen(lab, case));
-    one("take_rows", &|case| take_rows(lab, case));
+    one("gather_rows", &|case| gather_rows(lab, case));
     one("swiglu", &|case| swiglu(lab, c, case));
     one("sum_ranks", &|case| sum_ranks(lab, case));
     one("fill", &|case| fill(lab, case));
@@ -145,14 +145,14 @@ fn widen(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     Ok(())
 }
 
-fn take_rows(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
+fn gather_rows(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     let (rows, width) = (9usize, 133usize);
     let wanted = [8i32, 0, -1, 3, 3, -1, 7];
     let x = Random::of("take").values(rows * width);
     let (x_area, ids) = (lab.placed(View::plain(rows, width, width + 2), &x)?, lab.ints(&wanted)?);
     let y = lab.room(View::plain(wanted.len(), width, width + 1))?;
     let args = given![x_area, x_area.row(), width, ids, y, y.row(), wanted.len()];
-    let found = lab.values(case, "rows", &y, &|| lab.each("take_rows", wanted.len() * width, &args))?;
+    let found = lab.values(case, "rows", &y, &|| lab.each("gather_rows", wanted.len() * width, &args))?;
     let expected: Vec<f32> = wanted
         .iter()
         .flat_map(|r| usize::try_from(*r).map_or(vec![0.0; width], |r| x[r * width..(r + 1) * width].to_vec()))

@@ -11,11 +11,11 @@ use crate::report::Check;
 
 /// Both kernels.
 pub fn run(lab: &Lab<'_>, out: &mut Vec<Check>) {
-    out.push(check("best_token", |case| best_token(lab, case)));
-    out.push(check("advance", |case| advance(lab, case)));
+    out.push(check("sample", |case| sample(lab, case)));
+    out.push(check("commit", |case| commit(lab, case)));
 }
 
-fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
+fn sample(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (width, block) in [(1usize, 32u32), (31, 64), (1000, 256), (9691, 1024)] {
         let n = 14;
         let mut x = Random::of(&format!("logits {width}")).values(n * width);
@@ -41,12 +41,12 @@ fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let position = lab.ints(&positions)?;
         let args = given![area, area.row(), width, first, temperatures, seeds, position, out];
         let launch = geometry::per_row(n, block);
-        let seen = lab.thrice(&[&out], &|| lab.launch("sample", None, "best_token", launch, &args))?;
+        let seen = lab.thrice(&[&out], &|| lab.launch("sample", None, "sample", launch, &args))?;
         let found = seen.take(case, "pairs", 0, &out, &out.words());
         for (i, pair) in found.chunks_exact(2).enumerate() {
             let at = positions[i] as u32;
             let tokens = x[row(i)].iter().enumerate().map(|(j, logit)| (first as u32 + j as u32, *logit));
-            let expected = draw(i).best(at, tokens);
+            let expected = draw(i).sample(at, tokens);
             let (key, id) = (f32::from_bits(pair[0]), pair[1] as i32);
             let same = match expected {
                 None => id == -1,
@@ -64,10 +64,10 @@ fn best_token(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     Ok(())
 }
 
-fn advance(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
+fn commit(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
     for (ranks, n, step) in [(1usize, 1usize, 0u32), (3, 9, 5), (8, 70, 2)] {
         let (row, ring) = (n + 2, 3usize);
-        let mut random = Random::of(&format!("advance {ranks} {n}"));
+        let mut random = Random::of(&format!("commit {ranks} {n}"));
         // Few different logits, so that ranks tie; some ranks have none.
         let pairs: Vec<(f32, i32)> = (0..ranks * row)
             .map(|i| {
@@ -81,7 +81,7 @@ fn advance(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
         let args = given![pairs_area, ranks, row, n, ids, position, tokens, ring, count];
         let launch = Launch { grid: (1, 1, 1), block: 32, shared: 0 };
         let outs = [&ids, &position, &tokens, &count];
-        let seen = lab.thrice(&outs, &|| lab.launch("sample", None, "advance", launch, &args))?;
+        let seen = lab.thrice(&outs, &|| lab.launch("sample", None, "commit", launch, &args))?;
         let (mut new_ids, mut new_positions, mut chosen) = (vec![3i32; n], positions.clone(), vec![-1i32; n]);
         for t in (0..n).filter(|t| positions[*t] >= 0) {
             let mut top = (0.0, -1);

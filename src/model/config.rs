@@ -16,7 +16,7 @@ pub trait Metadata {
 #[allow(missing_docs)]
 pub enum ConfigError {
     #[error("metadata key {key}: expected {expected}, found {found}")]
-    Key { key: String, expected: String, found: String },
+    Metadata { key: String, expected: String, found: String },
     #[error(
         "{key}: expected {expected:?}, found {found:?}, which is not handled here; the file itself is complete: all {bytes} \
          bytes of its tensors are present"

@@ -39,7 +39,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn bad(&self, key: &str, expected: &str, found: Option<&Value>) -> ConfigError {
-        ConfigError::Key {
+        ConfigError::Metadata {
             key: key.into(),
             expected: expected.into(),
             found: found.map_or("no such key".into(), |v| format!("{v} ({})", v.type_name())),
@@ -276,7 +276,7 @@ fn mla_sizes(r: &mut Reader, kv_lora: usize, rope: usize) -> Result<(usize, usiz
             format!("{} and {kv_lora}", kv_lora + rope),
             format!("{key_length} and {value_length}"),
         )),
-        (None, None) if key_length == kv_lora + rope => Err(ConfigError::Key {
+        (None, None) if key_length == kv_lora + rope => Err(ConfigError::Metadata {
             key: "glm-dsa.attention.key_length_mla, value_length_mla".into(),
             expected: "the real head sizes, since key_length describes the cached row".into(),
             found: "no such keys (a file of an older converter): convert the model again".into(),

@@ -51,9 +51,9 @@ pub struct StridedMut<'a> {
 /// Operands that do not fit one another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MatmulError {
-    /// The columns are not whole blocks of the weight's format.
+    /// The columns are not whole blocks of the weight's format, or there are none.
     #[error("{cols} columns are not whole {ty} blocks")]
-    Columns {
+    PartialBlocks {
         /// The format.
         ty: QuantType,
         /// Columns given.
@@ -313,7 +313,7 @@ fn check(
 ) -> Result<usize, MatmulError> {
     let &Rows { ty, bytes, rows, cols } = w;
     let row_bytes = ty.info().row_bytes(cols as u64).and_then(|bytes| usize::try_from(bytes).ok());
-    let row_bytes = row_bytes.ok_or(MatmulError::Columns { ty, cols })?;
+    let row_bytes = row_bytes.filter(|_| cols > 0).ok_or(MatmulError::PartialBlocks { ty, cols })?;
     if row_bytes.checked_mul(rows) != Some(bytes.len()) {
         return Err(MatmulError::Weight { ty, rows, cols, found: bytes.len() });
     }
@@ -545,7 +545,8 @@ mod tests {
         };
         assert_eq!(call(w, 2, 256, 2, 4), Ok(()));
         assert_eq!(call(w, 0, usize::MAX, 0, 0), Ok(()));
-        assert!(matches!(call(Rows { cols: 255, ..w }, 1, 256, 2, 4), Err(MatmulError::Columns { .. })));
+        assert!(matches!(call(Rows { cols: 255, ..w }, 1, 256, 2, 4), Err(MatmulError::PartialBlocks { .. })));
+        assert!(matches!(call(Rows { cols: 0, bytes: &[], ..w }, 1, 0, 2, 4), Err(MatmulError::PartialBlocks { .. })));
         assert!(matches!(call(Rows { rows: 3, ..w }, 1, 256, 2, 4), Err(MatmulError::Weight { .. })));
         assert!(matches!(call(Rows { rows: usize::MAX, ..w }, 1, 256, 2, 4), Err(MatmulError::Weight { .. })));
         assert!(matches!(call(w, 2, 257, 2, 4), Err(MatmulError::Outside { operand: "x", row: 1, .. })));

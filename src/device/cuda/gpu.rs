@@ -66,12 +66,12 @@ const PLAIN_SHARED: u32 = 48 << 10;
 const STUCK_AFTER: Duration = Duration::from_secs(120);
 
 /// A kernel by unit, type and name.
-type Key = (&'static str, Option<QuantType>, &'static str);
+type KernelId = (&'static str, Option<QuantType>, &'static str);
 
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<(&'static str, Option<QuantType>), CUmodule>,
-    functions: HashMap<Key, CUfunction>,
+    functions: HashMap<KernelId, CUfunction>,
 }
 
 /// An opened GPU.
@@ -258,13 +258,13 @@ impl Gpu {
     }
 
     /// The kernel's handle; its parameters are compared with `args` when it is first used.
-    fn function(&self, key: Key, args: &[&dyn Arg]) -> Result<CUfunction, GpuError> {
+    fn function(&self, id: KernelId, args: &[&dyn Arg]) -> Result<CUfunction, GpuError> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         self.bind()?;
-        if let Some(function) = loaded.functions.get(&key) {
+        if let Some(function) = loaded.functions.get(&id) {
             return Ok(*function);
         }
-        let (unit, ty, kernel) = key;
+        let (unit, ty, kernel) = id;
         let name = full_name(kernel, ty);
         let module = match loaded.modules.get(&(unit, ty)) {
             Some(module) => *module,
@@ -286,7 +286,7 @@ impl Gpu {
         if expected != found {
             return Err(GpuError::Parameters { kernel: name, expected: format!("{expected:?}"), found });
         }
-        loaded.functions.insert(key, function);
+        loaded.functions.insert(id, function);
         Ok(function)
     }
 

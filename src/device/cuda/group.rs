@@ -23,7 +23,7 @@ struct Recording(CudaGraph);
 unsafe impl Send for Recording {}
 
 /// What a step is recorded under.
-pub(super) type Key = (StepShape, ProgramId);
+pub(super) type RecordingId = (StepShape, ProgramId);
 
 /// Where a whole step begins and ends, for errors.
 const STEP: &str = "step";
@@ -31,8 +31,8 @@ const STEP: &str = "step";
 #[derive(Default)]
 struct Steps {
     /// `None` for steps that have been run once, so that nothing is allocated or loaded while recording.
-    known: HashMap<Key, Option<Recording>>,
-    recording: Option<Key>,
+    known: HashMap<RecordingId, Option<Recording>>,
+    recording: Option<RecordingId>,
     replays: u64,
     nodes: usize,
 }
@@ -100,19 +100,19 @@ impl Group {
     ///
     /// # Errors
     /// A rank that does not come, and a driver that refuses.
-    pub(super) fn begin(&self, rank: usize, key: Key) -> Result<Next, CommError> {
+    pub(super) fn begin(&self, rank: usize, id: RecordingId) -> Result<Next, CommError> {
         self.meeting.wait(rank, STEP, || {
             let mut steps = self.steps();
             let text = |e: cudarc::driver::DriverError| format!("recording a step: {e:?}");
-            match steps.known.get(&key) {
+            match steps.known.get(&id) {
                 None => {
-                    steps.known.insert(key, None);
+                    steps.known.insert(id, None);
                 }
                 Some(None) => {
                     // Relaxed: other ranks' threads add to the recording, and any of them may end it.
                     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
                     self.gpu.stream().begin_capture(mode).map_err(text)?;
-                    steps.recording = Some(key);
+                    steps.recording = Some(id);
                 }
                 Some(Some(recording)) => {
                     recording.0.launch().map_err(|e| format!("replaying a step: {e:?}"))?;
@@ -123,7 +123,7 @@ impl Group {
         })?;
         // The map does not change before the ranks' next meeting.
         let steps = self.steps();
-        let replayed = steps.recording.is_none() && steps.known.get(&key).is_some_and(Option::is_some);
+        let replayed = steps.recording.is_none() && steps.known.get(&id).is_some_and(Option::is_some);
         Ok(if replayed { Next::Replayed } else { Next::Run })
     }
 
@@ -131,8 +131,8 @@ impl Group {
     ///
     /// # Errors
     /// As [`Group::begin`].
-    pub(super) fn end(&self, rank: usize, key: Key) -> Result<(), CommError> {
-        if self.steps().recording != Some(key) {
+    pub(super) fn end(&self, rank: usize, id: RecordingId) -> Result<(), CommError> {
+        if self.steps().recording != Some(id) {
             return Ok(());
         }
         self.meeting.wait(rank, STEP, || {
@@ -147,7 +147,7 @@ impl Group {
             let _ = unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut nodes) }; // 0 if refused
             steps.nodes = nodes;
             graph.launch().map_err(text)?;
-            steps.known.insert(key, Some(Recording(graph)));
+            steps.known.insert(id, Some(Recording(graph)));
             Ok(())
         })
     }

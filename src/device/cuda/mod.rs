@@ -37,7 +37,7 @@ pub(crate) use params::{IndexQueries, Queries, Ranks, RouterArg};
 use profile::Profile;
 use store::{CudaBuf, CudaCache, CudaIndex};
 use weight::CudaWeight;
-pub(crate) use weight::Matrix;
+pub(crate) use weight::MatrixArg;
 
 use super::{
     Batch, Call, Columns, Device, DeviceError, IndexId, Limits, Next, Op, PartSpec, ProgramId, StepShape, Stores, View,

@@ -32,14 +32,14 @@ pub(super) struct Part {
 /// A part as kernels take it.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(crate) struct Matrix {
+pub(crate) struct MatrixArg {
     pub planes: u64,
     pub blocks: i64,
     pub rows: i32,
     pub cols: i32,
 }
 
-args!(Matrix);
+args!(MatrixArg);
 
 impl Part {
     /// Blocks of the whole stack.
@@ -58,7 +58,12 @@ impl Part {
     }
 
     /// As kernels take it.
-    pub fn matrix(&self) -> Matrix {
-        Matrix { planes: self.address, blocks: self.blocks() as i64, rows: self.rows as i32, cols: self.covered as i32 }
+    pub fn matrix(&self) -> MatrixArg {
+        MatrixArg {
+            planes: self.address,
+            blocks: self.blocks() as i64,
+            rows: self.rows as i32,
+            cols: self.covered as i32,
+        }
     }
 }

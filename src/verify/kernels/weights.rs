@@ -7,7 +7,7 @@ use lockstep_reference::ndarray::Array2;
 
 use super::lab::{Area, Lab, given};
 use super::random::Random;
-use crate::device::cuda::Matrix;
+use crate::device::cuda::MatrixArg;
 use crate::device::cuda::gpu::GpuError;
 use crate::device::cuda::memory::PLANE_ROOM;
 use crate::quant::{QuantType, dequantise};
@@ -111,8 +111,8 @@ impl Stored {
     }
 
     /// As kernels take it.
-    pub fn matrix(&self) -> Matrix {
-        Matrix { planes: self.planes.at(0), blocks: self.blocks(), rows: self.rows as i32, cols: self.cols as i32 }
+    pub fn matrix(&self) -> MatrixArg {
+        MatrixArg { planes: self.planes.at(0), blocks: self.blocks(), rows: self.rows as i32, cols: self.cols as i32 }
     }
 
     /// Values of some rows of matrix `index`, as the CPU expands them.

@@ -42,6 +42,9 @@ pub enum EngineError {
     Shard(#[from] ShardError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Gpu(#[from] crate::device::cuda::gpu::GpuError),
     #[error(transparent)]
     Program(#[from] ProgramError),
     #[error(transparent)]

@@ -15,7 +15,7 @@ pub fn run(
     let Some(backend) = subject.engines.backend().cuda() else {
         return Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads"));
     };
-    let gpus = backend.gpus(subject.tp).map_err(|e| VerifyError::Choice(e.to_string()))?;
+    let gpus = backend.gpus(subject.tp)?;
     let checks = check(gpus.clone(), backend.cubins.clone());
     let bad = checks.iter().filter(|c| c.verdict == Verdict::Host).count();
     let found = if bad == 0 { "no copy and no sum was wrong".into() } else { format!("{bad} checks failed") };

@@ -20,11 +20,6 @@ use crate::model::Config;
 /// How long a rank waits for the others before it names the absent one.
 const MEETING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Devices that cannot be made, for a reason that concerns a rank.
-fn failed(rank: usize, problem: impl ToString) -> EngineError {
-    EngineError::Device(DeviceError::Failed { rank, place: None, problem: problem.to_string() })
-}
-
 /// GPUs.
 #[derive(Clone)]
 pub struct CudaBackend {
@@ -56,7 +51,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// No driver, or a number of GPUs that is neither.
-    pub fn gpus(&self, tp: usize) -> Result<Vec<usize>, GpuError> {
+    pub fn gpus(&self, tp: usize) -> Result<Vec<usize>, EngineError> {
         let found = count()?;
         if self.ordinals.is_empty() {
             return Ok(if tp > 1 && found >= tp { (0..tp).collect() } else { vec![0] });
@@ -73,15 +68,18 @@ impl CudaBackend {
     /// # Errors
     /// GPUs that are not there, or whose number does not fit.
     pub fn groups(&self, tp: usize) -> Result<Vec<Arc<Group>>, EngineError> {
-        let gpus = self.gpus(tp).map_err(|e| failed(0, e))?;
+        let gpus = self.gpus(tp)?;
         if gpus.len() != 1 && gpus.len() != tp {
-            return Err(failed(0, format!("{tp} ranks need {tp} GPUs, or one for all of them; found {}", gpus.len())));
+            let found = gpus.len();
+            return Err(EngineError::Refused(format!(
+                "{tp} ranks need {tp} GPUs, or one for all of them; found {found}"
+            )));
         }
         if gpus.len() == 1 && tp > MOST_RANKS {
-            return Err(failed(0, format!("at most {MOST_RANKS} virtual ranks share a GPU, found {tp}")));
+            return Err(EngineError::Refused(format!("at most {MOST_RANKS} virtual ranks share a GPU, found {tp}")));
         }
-        let open = |ordinal: &usize| Gpu::open(*ordinal, self.cubins.clone()).map_err(|e| failed(0, e));
         let each = if gpus.len() == 1 { tp } else { 1 };
+        let open = |ordinal: &usize| Gpu::open(*ordinal, self.cubins.clone());
         gpus.iter().map(|ordinal| Ok(Group::new(open(ordinal)?, each, MEETING_TIMEOUT))).collect()
     }
 }
@@ -91,7 +89,7 @@ impl Backend for CudaBackend {
         if config.kv_lora > MOST_LATENT || config.rope > MOST_ROPE {
             let found = format!("{} and {}", config.kv_lora, config.rope);
             let most = format!("latents of {MOST_LATENT} and rope parts of {MOST_ROPE}");
-            return Err(failed(0, format!("attention on GPUs holds {most}, found {found}")));
+            return Err(EngineError::Refused(format!("attention on GPUs holds {most}, found {found}")));
         }
         let groups = self.groups(tp)?;
         *self.made.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&groups[0]);
@@ -105,7 +103,8 @@ impl Backend for CudaBackend {
         let device = |rank: usize| -> Result<Box<dyn Device>, EngineError> {
             let group = groups[rank % groups.len()].clone();
             let made = CudaDevice::new(rank, group, meet.clone(), self.profile(rank));
-            Ok(Box::new(made.map_err(|e| failed(rank, e))?))
+            let failed = |e: GpuError| DeviceError::Failed { rank, place: None, problem: e.to_string() };
+            Ok(Box::new(made.map_err(failed)?))
         };
         Ok(Ranks { devices: (0..tp).map(device).collect::<Result<_, _>>()?, comm: meet, recipe: self.recipe })
     }

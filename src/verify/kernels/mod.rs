@@ -28,9 +28,8 @@ use rayon::prelude::*;
 use self::lab::Lab;
 use self::products::Shape;
 use super::{Subject, VerifyError};
-use crate::device::DeviceError;
 use crate::device::cuda::cubin::modules;
-use crate::device::cuda::gpu::{Gpu, GpuError};
+use crate::device::cuda::gpu::Gpu;
 use crate::engine::EngineError;
 use crate::model::{Kind, params};
 use crate::quant::QuantType;
@@ -54,8 +53,8 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let Some(backend) = subject.engines.backend().cuda() else {
         return Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own"));
     };
-    let ordinal = backend.gpus(subject.tp).map_err(failed)?.first().copied().unwrap_or(0);
-    let gpu = Gpu::open(ordinal, backend.cubins.clone()).map_err(failed)?;
+    let ordinal = backend.gpus(subject.tp)?.first().copied().unwrap_or(0);
+    let gpu = Gpu::open(ordinal, backend.cubins.clone()).map_err(EngineError::from)?;
     // Compiling takes longer than running, and modules compile side by side. One that does not says so at its first launch.
     let modules: Vec<(&Unit, Option<QuantType>)> = modules().filter(|(unit, _)| unit.name != OF_HOST).collect();
     modules.par_iter().for_each(|(unit, ty)| {
@@ -89,10 +88,6 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     });
     let summary = format!("{} checks on GPU {ordinal} ({}, {}); worst {worst}", report.made, gpu.name, gpu.arch);
     Ok(StageReport { summary, ..report })
-}
-
-fn failed(e: GpuError) -> VerifyError {
-    VerifyError::Engine(EngineError::Device(DeviceError::Failed { rank: 0, place: None, problem: e.to_string() }))
 }
 
 /// A group of checks that runs as a whole.

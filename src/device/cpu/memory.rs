@@ -1,17 +1,51 @@
 //! What the CPU device keeps: activations, indices, parameters in the file's own blocks, and the paged cache.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 
 use super::matmul::Rows;
 use crate::device::CacheShape;
 use crate::quant::QuantType;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Values that begin with a cache line: a wide load of a row then touches one line, not two.
+#[derive(Debug, Default)]
+pub struct Aligned<T> {
+    start: usize,
+    all: Vec<T>,
+}
+
+impl<T: Clone> Aligned<T> {
+    /// `n` copies of `value`.
+    pub(super) fn of(n: usize, value: T) -> Self {
+        let mut all = vec![value; n + LINE / size_of::<T>()];
+        let start = all.as_ptr().align_offset(LINE);
+        all.truncate(start + n);
+        Aligned { start, all }
+    }
+}
+
+impl<T> Deref for Aligned<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.all[self.start..]
+    }
+}
+
+impl<T> DerefMut for Aligned<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.all[self.start..]
+    }
+}
+
 /// Values `[rows][width]`.
 #[derive(Debug, Default)]
 pub struct Table<T> {
     pub(super) width: usize,
-    pub(super) data: Vec<T>,
+    pub(super) data: Aligned<T>,
 }
 
 /// Activations.
@@ -62,7 +96,7 @@ impl Part {
 #[derive(Debug)]
 pub struct CpuCache {
     pub(super) shape: CacheShape,
-    pub(super) layers: Vec<Vec<f32>>,
+    pub(super) layers: Vec<Aligned<f32>>,
 }
 
 impl CpuCache {

@@ -12,7 +12,7 @@ pub mod simd;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use self::memory::{CpuBuf, CpuCache, CpuIndex, CpuWeight, Part};
+use self::memory::{Aligned, CpuBuf, CpuCache, CpuIndex, CpuWeight, Part};
 use super::{
     Batch, BufRows, Call, Columns, Device, DeviceError, IndexId, Limits, PartSpec, ProgramId, Rows, StepShape, Stores,
     View, WeightId,
@@ -72,13 +72,13 @@ impl CpuDevice {
     }
 
     /// `rows * width` copies of `value`, or an error that names the size where it is absurd or the memory is not there.
-    fn filled<T: Clone>(&self, rows: usize, width: usize, value: T) -> Result<Vec<T>, DeviceError> {
+    fn filled<T: Clone>(&self, rows: usize, width: usize, value: T) -> Result<Aligned<T>, DeviceError> {
         let most = MOST_BYTES / size_of::<T>();
         // Only a reservation can be refused, and only `vec!` leaves zeros to the system, which takes no memory for them
         // before they are written.
         let fits = |n: &usize| *n <= most && Vec::<T>::new().try_reserve_exact(*n).is_ok();
         match rows.checked_mul(width).filter(fits) {
-            Some(values) => Ok(vec![value; values]),
+            Some(values) => Ok(Aligned::of(values, value)),
             None => {
                 let found = format!("{rows} rows of {width} values");
                 Err(self.error(None, format!("a buffer: expected a size that memory has room for, found {found}")))

@@ -5,7 +5,7 @@ use std::mem::take;
 
 use super::attention::{self, Attention, Indexer};
 use super::matmul::{self, Job, JobRows, MatmulError, Strided, StridedMut};
-use super::memory::{CpuBuf, Part, by_expert};
+use super::memory::{Aligned, CpuBuf, Part, by_expert};
 use super::{CpuDevice, ops, simd};
 use crate::comm::Collective;
 use crate::device::{BufId, Call, Device, DeviceError, Draw, IndexId, Op, StepShape, Token, View, WeightId};
@@ -69,7 +69,8 @@ impl CpuDevice {
             }
             Op::IndexTopK { cache, layer, q, weights, top_k, chosen, scores } => {
                 let mut index = take(&mut self.indices[chosen.0]);
-                let mut tap = scores.map(|id| self.tap(id, n, shape.context));
+                let mut shown =
+                    scores.map(|_| CpuBuf { width: shape.context, data: Aligned::of(n * shape.context, 0.0) });
                 let indexer = Indexer {
                     cache: &self.caches[cache.0],
                     layer,
@@ -80,10 +81,10 @@ impl CpuDevice {
                     inputs: &self.inputs,
                     top_k,
                 };
-                indexer.run(n, &mut index, tap.as_mut());
+                indexer.run(n, &mut index, shown.as_mut());
                 self.indices[chosen.0] = index;
-                if let (Some(id), Some(tap)) = (scores, tap) {
-                    self.bufs[id.0] = tap;
+                if let (Some(id), Some(shown)) = (scores, shown) {
+                    self.bufs[id.0] = shown;
                 }
                 Ok(())
             }
@@ -187,13 +188,6 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// A tap's buffer, as wide as the context.
-    fn tap(&mut self, id: BufId, n: usize, context: usize) -> CpuBuf {
-        let mut data = take(&mut self.bufs[id.0].data);
-        data.resize(n * context, 0.0);
-        CpuBuf { width: context, data }
-    }
-
     fn embed(&mut self, table: WeightId, first_row: usize, out: View, n: usize) -> Done {
         self.with(out.buf, |d, to| {
             let part = &d.weights[table.0].parts[0];
@@ -287,7 +281,7 @@ impl CpuDevice {
         let mut rows = take(&mut self.experts);
         rows.resize(n * slots * part.rows, 0.0);
         // Row `t * slots + slot` holds that slot's hidden values at the rank's own columns, zeros around them.
-        let mut padded = vec![0.0; n * slots * part.covered];
+        let mut padded = Aligned::of(n * slots * part.covered, 0.0);
         let hidden = &self.bufs[x.buf.0];
         for t in 0..n {
             for (slot, cols) in x.ranges().enumerate() {

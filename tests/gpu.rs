@@ -1,17 +1,17 @@
 //! The NVIDIA device as a user runs it: the binary with `--device cuda:0` on the golden models, its ranks sharing one GPU.
 //! On a machine without one these tests say that they were skipped; what such a machine is told is tested there too.
 
-mod common;
+#[path = "it/common/binary.rs"]
+#[allow(dead_code)] // what the other tests need
+mod binary;
 
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use common::{Run, golden, lockstep, run};
+use binary::{GLM5_NANO, NANO52, PICO, Run, golden, lockstep, run};
 use serde_json::Value as Json;
-
-const NANO: &str = "glm5-nano-Q4_K_M.gguf";
 
 fn json(run: &Run) -> Json {
     serde_json::from_str(&run.stdout).expect("JSON and nothing else on stdout")
@@ -65,7 +65,7 @@ fn assert_verified(model: &str, args: &[&str], stages: &[&str]) {
 #[test]
 fn gpu_every_kernel_is_right() {
     let Some(_gpu) = gpu() else { return };
-    for model in [NANO, "nano52-Q2_K.gguf"] {
+    for model in [GLM5_NANO, NANO52] {
         assert_verified(model, &["kernels", "--tp", "8"], &["kernels"]);
     }
 }
@@ -77,10 +77,10 @@ fn gpu_every_stage_passes_at_both_degrees_and_recipes() {
     let named = |tp: &'static str, recipe: &'static str| [&stages[..], &["--tp", tp, "--recipe", recipe]].concat();
     for recipe in ["strict", "fast"] {
         for tp in ["1", "8"] {
-            assert_verified(NANO, &named(tp, recipe), &stages);
+            assert_verified(GLM5_NANO, &named(tp, recipe), &stages);
         }
-        assert_verified("nano52-Q2_K.gguf", &named("4", recipe), &stages);
-        assert_verified("pico-Q4_K_M-split-00001-of-00004.gguf", &named("2", recipe), &stages);
+        assert_verified(NANO52, &named("4", recipe), &stages);
+        assert_verified(PICO, &named("2", recipe), &stages);
     }
 }
 
@@ -99,10 +99,10 @@ fn gpu_every_fault_is_named() {
     ] {
         let fault = format!("{kind}@{site}");
         let args = ["--device", "cuda:0", "--tp", "2", "--inject", &fault, "--json"];
-        let document = json(&run(&mut with_model("bisect", NANO, &args)).exits(1));
+        let document = json(&run(&mut with_model("bisect", GLM5_NANO, &args)).exits(1));
         assert_eq!(document["culprit"]["kind"], kind, "{document:#}");
     }
-    let clean = run(&mut with_model("bisect", NANO, &["--device", "cuda:0", "--tp", "2", "--json"])).exits(0);
+    let clean = run(&mut with_model("bisect", GLM5_NANO, &["--device", "cuda:0", "--tp", "2", "--json"])).exits(0);
     assert_eq!((&json(&clean)["verdict"], &json(&clean)["culprit"]), (&"MATCH".into(), &Json::Null));
 }
 
@@ -112,7 +112,7 @@ fn gpu_chat_turns_are_those_of_the_cpu_engine() {
     let asks = Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens/glm5-nano/recall.json");
     let asks = asks.to_str().expect("a UTF-8 path");
     for recipe in ["strict", "fast"] {
-        assert_verified(NANO, &["logits", "--tp", "1", "--recipe", recipe, "--asks", asks], &["logits"]);
+        assert_verified(GLM5_NANO, &["logits", "--tp", "1", "--recipe", recipe, "--asks", asks], &["logits"]);
     }
 }
 
@@ -122,7 +122,7 @@ fn gpu_text_is_that_of_the_cpu() {
     for (tp, temperature) in [("1", "0"), ("8", "0"), ("1", "1.5"), ("8", "1.5")] {
         let generate = |device: &str| {
             let args = ["Genesis 1:1", "--tp", tp, "--temperature", temperature, "--device", device, "--json"];
-            json(&run(&mut with_model("generate", NANO, &args)).exits(0))
+            json(&run(&mut with_model("generate", GLM5_NANO, &args)).exits(0))
         };
         let (ours, theirs) = (generate("cuda:0"), generate("cpu"));
         assert_eq!((&ours["ids"], &ours["text"]), (&theirs["ids"], &theirs["text"]));
@@ -143,14 +143,14 @@ fn a_gpu_that_is_asked_for_and_not_there_is_an_error_that_says_what_to_do() {
         ("generate", &["Genesis 1:1", "--device", "cuda"]),
         ("bench", &["--device", "cuda"]),
     ] {
-        let run = run(&mut with_model(command, NANO, args)).exits(2);
+        let run = run(&mut with_model(command, GLM5_NANO, args)).exits(2);
         assert!(run.stderr.contains(expected) && run.stdout.is_empty(), "{command}: {}", run.stderr);
     }
 }
 
 #[test]
 fn the_cpu_has_one_recipe() {
-    let run = run(&mut with_model("verify", NANO, &["--device", "cpu", "--recipe", "fast"])).exits(2);
+    let run = run(&mut with_model("verify", GLM5_NANO, &["--device", "cpu", "--recipe", "fast"])).exits(2);
     assert!(run.stderr.contains("expected strict"), "{}", run.stderr);
 }
 

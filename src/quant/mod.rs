@@ -5,7 +5,7 @@
 //! the minimum subtracted inside each sub-block. Each format is one body (`Format::expand`) over vectors of sixteen
 //! codes (`isa::Codes`), compiled once per instruction level ([`Isa`]); all levels give the same bits.
 //!
-//! The public golden rows of every format are compared in `tests/quantvec.rs`.
+//! The public golden rows of every format are compared in `tests/it/quantvec.rs`.
 
 /// Calls a function of the [`Format`] of a type.
 macro_rules! with_format {

@@ -1,13 +1,11 @@
 //! 108 verses that the trained golden model knows by heart, through the chat template, greedy and free-running. Exact
 //! arithmetic quotes 107 of them; a wrong engine babbles.
 
-mod common {
-    pub mod running;
-}
-
 use std::sync::Arc;
 
-use common::running::{GLM5_NANO, engine, goldens, greedy, open, run_all};
+use crate::common::GLM5_NANO;
+use crate::common::goldens;
+use crate::common::running::{engine, greedy, open, run_all};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::scheduler::Finish;
 use lockstep::tokenize::{ChatMessage, Tokenizer};
@@ -21,7 +19,7 @@ struct Verse {
 }
 
 fn verses() -> Vec<Verse> {
-    let text = std::fs::read_to_string(goldens("glm5-nano/recall.json")).expect("verses");
+    let text = std::fs::read_to_string(goldens::file("glm5-nano/recall.json")).expect("verses");
     let all: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
     let word = |v: &serde_json::Value, key: &str| v[key].as_str().expect("text").to_string();
     all.iter().map(|v| Verse { ask: word(v, "ask"), answer: word(v, "answer") }).collect()

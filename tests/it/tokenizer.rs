@@ -1,8 +1,6 @@
 //! The tokenizer against transformers and llama.cpp: every id of every golden string and conversation, on the real
 //! model files and on the Hugging Face files they were converted from; and the checks on files that are wrong.
 
-#![allow(clippy::unwrap_used)]
-
 use std::path::PathBuf;
 
 use lockstep::gguf::Gguf;

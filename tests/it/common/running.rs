@@ -1,9 +1,7 @@
-//! Running golden models in tests: engines, whole prompts through a step, golden tensors.
-#![allow(dead_code)] // each test binary uses its own part
+//! Running golden models in tests: engines, whole prompts through a step.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use lockstep::checkpoint::Checkpoint;
 use lockstep::device::{Batch, Token};
@@ -11,20 +9,15 @@ use lockstep::engine::sampler::Sampling;
 use lockstep::engine::scheduler::{Finish, Request, Scheduler};
 use lockstep::engine::{Engine, Options, StepOutput};
 use lockstep::probe::Probe;
-use safetensors::{Dtype, SafeTensors};
 
-pub const GLM5_NANO: &str = "glm5-nano-Q4_K_M.gguf";
-pub const NANO52: &str = "nano52-Q2_K.gguf";
-pub const PICO: &str = "pico-Q4_K_M-split-00001-of-00004.gguf";
+use super::golden;
 
-/// A file of goldens/.
-pub fn goldens(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens").join(path)
-}
-
-/// A model of goldens/models.
+/// A model of goldens/models; each is opened once.
 pub fn open(model: &str) -> Arc<Checkpoint> {
-    Arc::new(Checkpoint::open(Some(&goldens("models").join(model))).expect("a valid model"))
+    static OPENED: LazyLock<Mutex<HashMap<String, Arc<Checkpoint>>>> = LazyLock::new(Mutex::default);
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let one = || Arc::new(Checkpoint::open(Some(&golden(model))).expect("a valid model"));
+    opened.entry(model.to_string()).or_insert_with(one).clone()
 }
 
 /// An engine with room for `sequences` sequences of the whole context.
@@ -75,32 +68,6 @@ pub fn logits_in_chunks(engine: &mut Engine, ids: &[u32], chunk: usize) -> Vec<f
     }
     engine.pool().release(&mut table);
     logits
-}
-
-/// Golden tensors by name.
-pub struct Goldens {
-    pub f32: HashMap<String, Vec<f32>>,
-    pub i32: HashMap<String, Vec<i32>>,
-}
-
-impl Goldens {
-    pub fn read(path: &str) -> Self {
-        let file = std::fs::read(goldens(path)).expect("a golden file");
-        let mut all = Goldens { f32: HashMap::new(), i32: HashMap::new() };
-        for (name, view) in SafeTensors::deserialize(&file).expect("safetensors").tensors() {
-            let words = view.data().as_chunks::<4>().0.iter();
-            match view.dtype() {
-                Dtype::F32 => drop(all.f32.insert(name, words.map(|b| f32::from_le_bytes(*b)).collect())),
-                Dtype::I32 => drop(all.i32.insert(name, words.map(|b| i32::from_le_bytes(*b)).collect())),
-                other => panic!("{name}: {other:?}"),
-            }
-        }
-        all
-    }
-
-    pub fn ids(&self) -> Vec<u32> {
-        self.i32["input_ids"].iter().map(|id| *id as u32).collect()
-    }
 }
 
 /// |a - b| / |b| over all values.

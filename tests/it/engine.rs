@@ -1,16 +1,12 @@
 //! The engine's promises: the same text at every degree and as the reference, the same bits however a prompt is cut or
 //! batched, logits within f32 rounding of exact ones, and errors instead of panics and hangs.
 
-mod common {
-    pub mod running;
-}
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::running::{
-    GLM5_NANO, Goldens, NANO52, PICO, bits, engine, greedy, logits_in_chunks, open, relative_l2, run_all, step,
-};
+use crate::common::goldens::{Goldens, OF_NANO_LONG, OF_NANO_SHORT, OF_NANO52, OF_PICO};
+use crate::common::running::{bits, engine, greedy, logits_in_chunks, open, relative_l2, run_all, step};
+use crate::common::{GLM5_NANO, NANO52, PICO};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::comm::{CommError, Threads};
@@ -32,12 +28,11 @@ fn prompts(model: &str) -> Vec<Vec<u32>> {
     match model {
         GLM5_NANO => {
             // The question of a chat turn without its answer, and one that runs past top-k.
-            let (turn, long) =
-                (ids("glm5-nano/Q4_K_M_short_ggufeps.safetensors"), ids("glm5-nano/Q4_K_M_long_ggufeps.safetensors"));
+            let (turn, long) = (ids(OF_NANO_SHORT), ids(OF_NANO_LONG));
             vec![turn[..10].to_vec(), long[..100].to_vec()]
         }
-        NANO52 => vec![ids("nano52/nano52-Q2_K_ggufeps.safetensors")],
-        _ => vec![ids("pico/pico-Q4_K_M_ggufeps.safetensors")],
+        NANO52 => vec![ids(OF_NANO52)],
+        _ => vec![ids(OF_PICO)],
     }
 }
 
@@ -104,7 +99,7 @@ fn greedy_text_is_the_same_at_every_degree_and_the_references() {
 #[test]
 fn a_prompt_in_chunks_has_the_same_bits() {
     let checkpoint = open(GLM5_NANO);
-    let ids = Goldens::read("glm5-nano/Q4_K_M_long_ggufeps.safetensors").ids();
+    let ids = Goldens::read(OF_NANO_LONG).ids();
     let mut engine = engine(&checkpoint, 1, 4);
     let whole = logits_in_chunks(&mut engine, &ids, ids.len());
     assert_eq!(whole.len(), ids.len() * checkpoint.config().vocab);
@@ -121,7 +116,7 @@ fn a_prompt_in_chunks_has_the_same_bits() {
 #[test]
 fn sequences_together_write_what_they_write_alone() {
     let checkpoint = open(NANO52);
-    let ids = Goldens::read("nano52/nano52-Q2_K_ggufeps.safetensors").ids();
+    let ids = Goldens::read(OF_NANO52).ids();
     let requests: Vec<_> = [3, 32, 9, 1, 20].map(|n| greedy(&ids[..n], 12 + n, &[])).to_vec();
     let one = Options::for_one(checkpoint.config());
     // Little room: prompts are cut, sequences wait for others to end.
@@ -192,7 +187,7 @@ fn rows_with_golden_choices(engine: &mut Engine, golden: &Goldens, ids: &[u32]) 
         let layer = captured.place.layer().expect("a layer");
         let name = if captured.place.point == Point::ExpertIds { "router_topk_ids" } else { "topk_indices" };
         let Values::I32(found) = &captured.values else { panic!("choices are indices") };
-        let expected = &golden.i32[&format!("blk.{layer}.{name}")];
+        let expected = golden.indices[&format!("blk.{layer}.{name}")].as_slice().expect("in order");
         assert_eq!(found.len(), expected.len(), "blk.{layer}.{name}");
         let width = captured.shape[0];
         let sorted = |row: &[i32]| {
@@ -212,16 +207,11 @@ fn rows_with_golden_choices(engine: &mut Engine, golden: &Goldens, ids: &[u32]) 
 /// four orders of summation; the engine, whose sums are shorter trees, must stay below the largest of them.
 #[test]
 fn logits_are_those_of_exact_arithmetic_within_f32_rounding() {
-    let files = [
-        (GLM5_NANO, "glm5-nano/Q4_K_M_short_ggufeps.safetensors"),
-        (GLM5_NANO, "glm5-nano/Q4_K_M_long_ggufeps.safetensors"),
-        (NANO52, "nano52/nano52-Q2_K_ggufeps.safetensors"),
-        (PICO, "pico/pico-Q4_K_M_ggufeps.safetensors"),
-    ];
+    let files = [(GLM5_NANO, OF_NANO_SHORT), (GLM5_NANO, OF_NANO_LONG), (NANO52, OF_NANO52), (PICO, OF_PICO)];
     for (model, file) in files {
         let (checkpoint, golden) = (open(model), Goldens::read(file));
         let (ids, vocab) = (golden.ids(), checkpoint.config().vocab);
-        let stored: Vec<usize> = golden.i32["rows"].iter().map(|r| *r as usize).collect();
+        let stored = golden.rows_of("logits");
         // The noise of the first rows, which no choice of keys can move.
         let short = checkpoint.config().top_k.min(ids.len()).min(24);
         let flat = |logits: Vec<Vec<f64>>| logits.into_iter().flatten().map(|v| v as f32).collect::<Vec<_>>();
@@ -235,7 +225,8 @@ fn logits_are_those_of_exact_arithmetic_within_f32_rounding() {
             let (logits, agreeing) = rows_with_golden_choices(&mut engine, &golden, &ids);
             assert!(agreeing >= checkpoint.config().top_k.min(ids.len()), "{file}: choices part at row {agreeing}");
             let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-            for (row, values) in stored.iter().zip(golden.f32["logits"].chunks(vocab)).filter(|(r, _)| **r < agreeing) {
+            let kept = golden.reals["logits"].as_slice().expect("in order").chunks(vocab);
+            for (row, values) in stored.iter().zip(kept).filter(|(r, _)| **r < agreeing) {
                 ours.extend_from_slice(&logits[row * vocab..(row + 1) * vocab]);
                 theirs.extend_from_slice(values);
             }

@@ -1,16 +1,11 @@
 //! The engine against itself: a clean engine passes at every degree, and each broken promise is found and named.
 
-mod common;
-#[path = "common/odd.rs"]
-mod odd;
-#[path = "common/subject.rs"]
-mod subjects;
-
+use crate::common::odd::{Fault, OddEngines, odd};
+use crate::common::subject::{Silent, check, show, subject, with};
+use crate::common::{GLM5_NANO, NANO52, PICO};
 use lockstep::engine::Attention;
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::{Subject, invariants};
-use odd::{Fault, OddEngines, odd};
-use subjects::{NANO, NANO52, PICO, Silent, check, show, subject, with};
 
 fn run(subject: &Subject) -> StageReport {
     invariants::run(subject, &Silent).expect("runs")
@@ -56,7 +51,7 @@ fn clean(model: &str, tokens: usize) {
 
 #[test]
 fn glm5_nano_keeps_every_promise() {
-    clean(NANO, 68);
+    clean(GLM5_NANO, 68);
 }
 
 #[test]

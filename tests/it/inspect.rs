@@ -1,19 +1,12 @@
 //! `lockstep inspect` as a user runs it: numbers, refusals, faults of names and shapes, JSON, a closed pipe.
 
-#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
-
-mod common;
-
 use std::path::Path;
 use std::process::Stdio;
 
-use common::{Model, Run, golden, inspect, lockstep, pico_shard, run, tiny};
+use crate::common::{GLM5_NANO, Model, NANO52, Run, golden, inspect, lockstep, pico_shard, put, run, schema, tiny};
 use lockstep::gguf::value::{Array, Value};
 use lockstep::quant::QuantType;
 use serde_json::Value as Json;
-
-const NANO: &str = "glm5-nano-Q4_K_M.gguf";
-const NANO52: &str = "nano52-Q2_K.gguf";
 
 /// Writes `model` and inspects it.
 fn inspect_model(model: &Model, args: &[&str]) -> Run {
@@ -26,7 +19,7 @@ fn json_of(run: &Run) -> Json {
     let text = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas/inspect.json")).unwrap();
     let schema: Json = serde_json::from_slice(&text).unwrap();
     let found: Json = serde_json::from_str(&run.stdout).unwrap_or_else(|e| panic!("{e}: {}", run.stdout));
-    assert_eq!(common::schema::violations(&schema, &found), Vec::<String>::new());
+    assert_eq!(schema::violations(&schema, &found), Vec::<String>::new());
     found
 }
 
@@ -41,7 +34,7 @@ fn columns_fit(run: &Run) {
 fn the_built_in_model_is_the_golden_one() {
     let built_in = run(lockstep().args(["inspect", "--tp", "8"])).exits(0);
     built_in.says("built-in glm5-nano").says("163 tensors: 163 bound, 0 known-unused, 0 UNBOUND");
-    let file = inspect(&golden(NANO), &["--tp", "8"]).exits(0);
+    let file = inspect(&golden(GLM5_NANO), &["--tp", "8"]).exits(0);
     let body = |r: &Run| r.stdout.lines().skip(1).map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(body(&built_in), body(&file));
 }
@@ -55,14 +48,14 @@ fn without_a_built_in_model_the_flag_is_named() {
 
 #[test]
 fn a_model_with_its_own_indexers() {
-    let run = inspect(&golden(NANO), &[]).exits(0);
+    let run = inspect(&golden(GLM5_NANO), &[]).exits(0);
     run.says("163 tensors: 163 bound, 0 known-unused, 0 UNBOUND; 0 parameters without a source, 0 of the wrong shape.")
         .says("kv_b: split (attn_k_b, attn_v_b), k_b [head][latent 256][nope 96] by metadata and shape: transposed")
         .says("MTP: whole")
         .says("attn_q_a Q4_K + attn_kv_a_mqa Q4_K + indexer.attn_k Q8_0 + indexer.proj Q4_K   0-5")
         .says("Whole: every tensor has a home");
     columns_fit(&run);
-    let every = inspect(&golden(NANO), &["--all"]).exits(0);
+    let every = inspect(&golden(GLM5_NANO), &["--all"]).exits(0);
     every.says("blk.5.indexer.k_norm.bias");
     columns_fit(&every);
 }
@@ -70,7 +63,7 @@ fn a_model_with_its_own_indexers() {
 /// 8 ranks of glm5-nano, worked out by hand from the shapes: what is cut, what is replicated, what covers.
 #[test]
 fn bytes_per_rank() {
-    let run = inspect(&golden(NANO), &["--tp", "8", "--json"]).exits(0);
+    let run = inspect(&golden(GLM5_NANO), &["--tp", "8", "--json"]).exits(0);
     let found = json_of(&run);
     let of = |name: &str| {
         let all = found["plan"]["parameters"].as_array().unwrap();
@@ -99,7 +92,11 @@ fn bytes_per_rank() {
         let all = found["plan"]["parameters"].as_array().unwrap();
         assert_eq!(total.as_u64().unwrap(), all.iter().map(|p| ranks(p)[rank]).sum::<u64>());
     }
-    inspect(&golden(NANO), &["--tp", "8"]).exits(0).says("0-1, 3-4, 6-7 of 8").says("2, 5 of 8").says("row-covering");
+    inspect(&golden(GLM5_NANO), &["--tp", "8"])
+        .exits(0)
+        .says("0-1, 3-4, 6-7 of 8")
+        .says("2, 5 of 8")
+        .says("row-covering");
 }
 
 #[test]
@@ -121,25 +118,25 @@ fn a_split_set_opens_by_any_shard_and_by_its_folder() {
 #[test]
 fn degrees_are_decided_by_heads() {
     for tp in ["3", "16", "0", "4096"] {
-        let run = inspect(&golden(NANO), &["--tp", tp]).exits(2);
+        let run = inspect(&golden(GLM5_NANO), &["--tp", tp]).exits(2);
         assert!(run.stdout.is_empty() && run.stderr.contains(&format!("--tp {tp}: ")), "{}", run.stderr);
     }
-    let run = inspect(&golden(NANO), &["--tp", "16"]);
+    let run = inspect(&golden(GLM5_NANO), &["--tp", "16"]);
     assert!(run.stderr.contains("attention heads (8)") && run.stderr.contains("1, 2, 4, 8"), "{}", run.stderr);
     for tp in ["1", "2", "4", "8"] {
-        inspect(&golden(NANO), &["--tp", tp]).exits(0);
+        inspect(&golden(GLM5_NANO), &["--tp", tp]).exits(0);
     }
 }
 
 #[test]
 fn strict_blocks_list_what_is_cut_and_what_is_legal() {
-    let run = inspect(&golden(NANO), &["--strict-blocks", "--tp", "2"]).exits(2);
+    let run = inspect(&golden(GLM5_NANO), &["--strict-blocks", "--tp", "2"]).exits(2);
     assert!(run.stdout.is_empty());
     for text in ["11 tensors are cut inside a block", "blk.0.ffn_down", "blk.5.ffn_down_shexp", "without cutting: 1\n"]
     {
         assert!(run.stderr.contains(text), "no {text:?} in {}", run.stderr);
     }
-    inspect(&golden(NANO), &["--strict-blocks", "--tp", "1"]).exits(0);
+    inspect(&golden(GLM5_NANO), &["--strict-blocks", "--tp", "1"]).exits(0);
     // F32 has no blocks to cut: every degree that the heads allow.
     inspect_model(&tiny(), &["--strict-blocks", "--tp", "2"]).exits(0);
 }
@@ -294,7 +291,7 @@ fn a_whole_kv_b_beside_split_metadata_is_pointed_out() {
 
 #[test]
 fn json_follows_its_schema() {
-    for (path, tp) in [(golden(NANO), "8"), (golden(NANO52), "1"), (pico_shard(1), "4")] {
+    for (path, tp) in [(golden(GLM5_NANO), "8"), (golden(NANO52), "1"), (pico_shard(1), "4")] {
         let run = inspect(&path, &["--json", "--tp", tp]).exits(0);
         let found = json_of(&run);
         assert_eq!(found["plan"]["tp"], tp.parse::<u64>().unwrap());
@@ -305,9 +302,9 @@ fn json_follows_its_schema() {
         "properties": {"a": {"type": "array", "items": {"type": "integer", "minimum": 0}}}});
     for wrong in [serde_json::json!({"a": [-1]}), serde_json::json!({"a": ["x"]}), serde_json::json!({"a": [], "b": 1})]
     {
-        assert_eq!(common::schema::violations(&schema, &wrong).len(), 1, "{wrong}");
+        assert_eq!(schema::violations(&schema, &wrong).len(), 1, "{wrong}");
     }
-    assert_eq!(common::schema::violations(&schema, &serde_json::json!({})).len(), 1);
+    assert_eq!(schema::violations(&schema, &serde_json::json!({})).len(), 1);
 }
 
 #[test]
@@ -315,7 +312,7 @@ fn a_closed_pipe_is_no_fault() {
     for args in [&["--all"][..], &["--json"]] {
         let mut child = lockstep()
             .args(["inspect", "-m"])
-            .arg(golden(NANO))
+            .arg(golden(GLM5_NANO))
             .args(args)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -331,7 +328,7 @@ fn warnings_are_shown() {
     let mut bytes = tiny().bytes();
     bytes.extend_from_slice(&[1; 4096]);
     let folder = tempfile::tempdir().unwrap();
-    let path = common::put(folder.path(), "tail.gguf", &bytes);
+    let path = put(folder.path(), "tail.gguf", &bytes);
     let run = inspect(&path, &[]).exits(0);
     run.says("note: ").says("4096 bytes behind the last tensor are not used");
     let text = tiny().set("note", Value::Array(Array::Str(vec!["fine".into()])));

@@ -1,12 +1,8 @@
 //! A run is judged by the floors of its own recipe. The fast recipe's runs come from the reference in an order of
 //! summation that no floor is made of; the strict one's come from the CPU device, which has no other recipe.
 
-mod common;
-#[path = "common/subject.rs"]
-#[allow(dead_code)] // each test binary uses its own part
-mod subjects;
-
-use common::{golden, lockstep, run};
+use crate::common::subject::{Silent, show, subject};
+use crate::common::{GLM5_NANO, PICO, golden, lockstep, run};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::engine::Recipe;
 use lockstep::model::{Place, Point};
@@ -16,7 +12,6 @@ use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Subject, activations, logits};
 use lockstep_reference::{Arith, Eps, ModelWeights, Options, Order, RefConfig, forward};
-use subjects::{NANO, PICO, Silent, show, subject};
 
 /// A run of one rank in the fast recipe, as an engine would show it.
 fn fast(of: &Subject) -> Trace {
@@ -54,7 +49,7 @@ fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, StageReport) 
 
 #[test]
 fn a_run_is_judged_by_its_own_recipe() {
-    for (model, tokens) in [(NANO, 72), (PICO, 40)] {
+    for (model, tokens) in [(GLM5_NANO, 72), (PICO, 40)] {
         let plain = || subject(model, 1, tokens);
         let (of, report) = judged(fast(&plain()), Recipe::Fast, plain());
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));

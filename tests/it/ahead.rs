@@ -1,25 +1,18 @@
 //! Devices that choose tokens themselves and run a step ahead of the host: the texts must be those of devices that do not,
 //! whoever ends, comes or goes meanwhile.
-#![allow(clippy::unwrap_used)] // a test ends at the first surprise
-
-mod common {
-    pub mod running;
-}
-#[path = "common/odd.rs"]
-#[allow(dead_code)] // other tests use its faults
-mod odd;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::running::{GLM5_NANO, open};
+use crate::common::GLM5_NANO;
+use crate::common::odd::{Fault, odd};
+use crate::common::running::open;
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::Engines;
 use lockstep::engine::sampler::Sampling;
 use lockstep::engine::scheduler::{Finish, Request, Scheduler};
 use lockstep::engine::{Engine, Options};
-use odd::{Fault, odd};
 
 /// What happens behind which step.
 #[derive(Clone, Copy)]

@@ -1,61 +1,38 @@
 //! The exact stages of verification on the golden models, and their negative twins: each fault is named with its kind,
 //! its rank and its parameter, and the same run without it reports nothing.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
-use common::{Model, golden, pico_shard, tiny};
+use crate::common::running::open;
+use crate::common::subject::{Silent, over};
+use crate::common::{GLM5_NANO, Model, NANO52, golden, pico_shard, tiny};
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::{Attention, Backend, CpuBackend, Engine, EngineError, Engines, Options, Recipe};
+use lockstep::engine::{Backend, CpuBackend, Engine, EngineError, Engines, Options};
 use lockstep::gguf::Value;
 use lockstep::model::{Kind, Param};
-use lockstep::report::{Progress, StageReport, Verdict};
+use lockstep::report::{StageReport, Verdict};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
 use lockstep::verify::{Subject, file, tokenizer, weights};
 
-struct Quiet;
-
-impl Progress for Quiet {
-    fn at(&self, _: &str, done: usize, all: usize) {
-        assert!(done <= all, "{done} of {all}");
-    }
-}
-
 fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
-    Subject {
-        checkpoint,
-        baseline: None,
-        engines: Box::new(CpuBackend::default()),
-        recipe: Recipe::Strict,
-        tp,
-        attention: Attention::Dsa,
-        ids: vec![1, 2, 3],
-        prompt: "three ids".into(),
-        rows: vec![2],
-        layers: None,
-        target: None,
-        asks: Vec::new(),
-        own_prompt: false,
-        seed: 0,
-    }
+    over(checkpoint, tp, vec![1, 2, 3], vec![2])
 }
 
-fn open(path: &Path) -> Arc<Checkpoint> {
+fn open_path(path: &Path) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(Some(path)).unwrap())
-}
-
-fn nano() -> Arc<Checkpoint> {
-    open(&golden("glm5-nano-Q4_K_M.gguf"))
 }
 
 /// A model after edits, opened as a file.
 fn edited(model: &Model) -> Arc<Checkpoint> {
     let folder = tempfile::tempdir().unwrap();
-    open(&model.write(folder.path(), "edited.gguf"))
+    open_path(&model.write(folder.path(), "edited.gguf"))
+}
+
+/// glm5-nano, to be edited.
+fn nano() -> Model {
+    static READ: LazyLock<Model> = LazyLock::new(|| Model::read(&golden(GLM5_NANO)));
+    READ.clone()
 }
 
 /// The bytes of a tensor that must be there.
@@ -85,13 +62,13 @@ fn matches(report: &StageReport, least: usize) {
 
 #[test]
 fn the_golden_models_are_whole_and_every_rank_holds_the_right_bytes() {
-    for path in [golden("glm5-nano-Q4_K_M.gguf"), golden("nano52-Q2_K.gguf"), pico_shard(3)] {
-        let checkpoint = open(&path);
+    for path in [golden(GLM5_NANO), golden(NANO52), pico_shard(3)] {
+        let checkpoint = open_path(&path);
         let tensors = checkpoint.coverage().tensors;
-        matches(&file::run(&subject(checkpoint.clone(), 1), &Quiet).unwrap(), tensors + 31);
-        matches(&tokenizer::run(&subject(checkpoint.clone(), 1), &Quiet).unwrap(), 7);
+        matches(&file::run(&subject(checkpoint.clone(), 1), &Silent).unwrap(), tensors + 31);
+        matches(&tokenizer::run(&subject(checkpoint.clone(), 1), &Silent).unwrap(), 7);
         for tp in [1, 2, 4, 8] {
-            let report = weights::run(&subject(checkpoint.clone(), tp), &Quiet).unwrap();
+            let report = weights::run(&subject(checkpoint.clone(), tp), &Silent).unwrap();
             matches(&report, 60 * (2 * tp + 1));
         }
     }
@@ -101,10 +78,10 @@ fn the_golden_models_are_whole_and_every_rank_holds_the_right_bytes() {
 
 #[test]
 fn nan_in_a_block_is_named_by_tensor_block_row_and_count() {
-    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut model = nano();
     // Q4_K rows of 256 values are one block of 144 bytes that begins with its scale.
     data(&mut model, "blk.2.attn_q_a.weight")[40 * 144..40 * 144 + 2].copy_from_slice(&[0x00, 0x7e]);
-    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
     only(
         &report,
         "blk.2.attn_q_a.weight",
@@ -115,19 +92,19 @@ fn nan_in_a_block_is_named_by_tensor_block_row_and_count() {
 
 #[test]
 fn nan_in_an_expert_stack_names_the_matrix() {
-    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut model = nano();
     let name = "blk.3.ffn_gate_exps.weight";
     let at = 144 * (256 * 5 + 7); // expert 5, row 7
     data(&mut model, name)[at..at + 2].copy_from_slice(&[0x00, 0xfc]); // -inf
-    only(&file::run(&subject(edited(&model), 1), &Quiet).unwrap(), name, &["NAN_IN_FILE", "matrix 5, row 7"]);
+    only(&file::run(&subject(edited(&model), 1), &Silent).unwrap(), name, &["NAN_IN_FILE", "matrix 5, row 7"]);
 }
 
 #[test]
 fn an_outlier_block_is_a_warning() {
-    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut model = nano();
     let name = "blk.2.attn_q_a.weight";
     data(&mut model, name)[9 * 144..9 * 144 + 2].copy_from_slice(&[0xff, 0x7b]); // the largest f16
-    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
     only(&report, name, &["OUTLIER_BLOCK", "block 9", "row 9"]);
     assert_eq!(report.verdict(), Verdict::Drift);
 }
@@ -135,7 +112,7 @@ fn an_outlier_block_is_a_warning() {
 #[test]
 fn a_renamed_tensor_leaves_two_traces() {
     let model = tiny().rename("blk.1.ffn_gate_shexp.weight", "blk.1.ffn_gate_shexpert.weight");
-    let report = file::run(&subject(edited(&model), 1), &Quiet).unwrap();
+    let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
     let bad = failures(&report);
     let has = |name: &str, what: &str| bad.iter().any(|(n, d)| n == name && d.contains(what));
     assert!(has("blk.1.ffn_gate_shexpert.weight", "UNBOUND"), "{bad:?}");
@@ -153,9 +130,9 @@ fn a_baseline_with_another_eps_is_named_by_its_key() {
         let zeros = |(_, detail): &(String, String)| !detail.starts_with("ALL_ZERO"); // the fixture holds nothing else
         failures(&report).into_iter().filter(zeros).collect()
     };
-    assert!(settled(file::run(&subject, &Quiet).unwrap()).is_empty());
+    assert!(settled(file::run(&subject, &Silent).unwrap()).is_empty());
     subject.baseline = Some(edited(&changed));
-    let bad = settled(file::run(&subject, &Quiet).unwrap());
+    let bad = settled(file::run(&subject, &Silent).unwrap());
     let (name, detail) = &bad[0];
     assert_eq!(name, "RMSNorm eps = baseline");
     for part in ["1e-5 here", "1e-6 in the baseline", "attention.layer_norm_rms_epsilon"] {
@@ -167,15 +144,15 @@ fn a_baseline_with_another_eps_is_named_by_its_key() {
 
 #[test]
 fn a_tokenizer_is_judged_and_its_absence_is_neutral() {
-    let report = tokenizer::run(&subject(edited(&tiny()), 1), &Quiet).unwrap();
+    let report = tokenizer::run(&subject(edited(&tiny()), 1), &Silent).unwrap();
     assert_eq!(report.verdict(), Verdict::NotApplicable);
-    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let model = nano();
     let wrong = model.clone().set("tokenizer.ggml.pre", Value::Str("llama-bpe".into()));
-    let report = tokenizer::run(&subject(edited(&wrong), 1), &Quiet).unwrap();
+    let report = tokenizer::run(&subject(edited(&wrong), 1), &Silent).unwrap();
     only(&report, "built", &["llama-bpe"]);
     let mut subject = subject(edited(&model.clone().unset("tokenizer.ggml.eot_token_id")), 1);
-    subject.baseline = Some(nano());
-    let report = tokenizer::run(&subject, &Quiet).unwrap();
+    subject.baseline = Some(open(GLM5_NANO));
+    let report = tokenizer::run(&subject, &Silent).unwrap();
     assert!(failures(&report).iter().any(|(n, d)| n == "stop ids = baseline" && d.contains("STOP_IDS")), "{report:?}");
 }
 
@@ -195,14 +172,14 @@ impl Engines for Loads {
 }
 
 fn loading(other: &Model, tp: usize) -> StageReport {
-    let mut subject = subject(nano(), tp);
+    let mut subject = subject(open(GLM5_NANO), tp);
     subject.engines = Box::new(Loads(edited(other)));
-    weights::run(&subject, &Quiet).unwrap()
+    weights::run(&subject, &Silent).unwrap()
 }
 
 #[test]
 fn a_changed_byte_is_found_on_the_one_rank_that_holds_it() {
-    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let mut model = nano();
     // 1024 rows of one block, 256 a rank: row 300 is row 44 of rank 1.
     data(&mut model, "blk.4.attn_q_b.weight")[300 * 144 + 17] ^= 0x10;
     only(&loading(&model, 4), "blk.4.attn_q_b rank 1", &["BYTES", "1 of", "byte 17 of row 44"]);
@@ -210,7 +187,7 @@ fn a_changed_byte_is_found_on_the_one_rank_that_holds_it() {
 
 #[test]
 fn zeros_and_permuted_rows_have_names() {
-    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let model = nano();
     let mut zeroed = model.clone();
     data(&mut zeroed, "blk.4.attn_kv_a_mqa.weight").fill(0);
     only(&loading(&zeroed, 1), "blk.4.attn_kv_a_mqa rank 0", &["UNFILLED"]);
@@ -263,9 +240,9 @@ impl Engines for Planned {
 }
 
 fn planned(tp: usize, slice: Altered, order: Order) -> StageReport {
-    let mut subject = subject(nano(), tp);
+    let mut subject = subject(open(GLM5_NANO), tp);
     subject.engines = Box::new(Planned(slice, order));
-    weights::run(&subject, &Quiet).unwrap()
+    weights::run(&subject, &Silent).unwrap()
 }
 
 const RIGHT: Altered = |plan, param, block, rank| plan.slice(param, block, rank);
@@ -347,7 +324,7 @@ fn a_whole_tensor_where_a_shard_belongs() {
 fn against(target: &Model, baseline: &Model) -> StageReport {
     let mut subject = subject(edited(target), 1);
     subject.baseline = Some(edited(baseline));
-    weights::run(&subject, &Quiet).unwrap()
+    weights::run(&subject, &Silent).unwrap()
 }
 
 /// A tiny model with values from a seed.
@@ -413,14 +390,14 @@ fn two_checkpoints_are_not_called_corrupt() {
 
 #[test]
 fn rows_of_a_quantised_tensor_are_recognised() {
-    let model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
-    let mut subject = subject(nano(), 1);
+    let model = nano();
+    let mut subject = subject(open(GLM5_NANO), 1);
     subject.baseline = Some(edited(&model));
-    matches(&weights::run(&subject, &Quiet).unwrap(), 100);
+    matches(&weights::run(&subject, &Silent).unwrap(), 100);
     let mut other = model.clone();
     data(&mut other, "blk.2.attn_q_a.weight")[..200 * 144].rotate_left(144);
     subject.baseline = Some(edited(&other));
-    let bad = failures(&weights::run(&subject, &Quiet).unwrap());
+    let bad = failures(&weights::run(&subject, &Silent).unwrap());
     assert_eq!(bad.len(), 1, "{bad:?}");
     assert!(bad[0].1.contains("PERMUTED_ROWS") && bad[0].1.contains("for Q4_K"), "{bad:?}");
 }

@@ -3,86 +3,22 @@
 //! an exact computation lies within that.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
 
+use crate::common::goldens::{self, Goldens, OF_NANO_LONG, OF_NANO_SHORT, OF_NANO52, OF_PICO};
+use crate::common::running::open;
+use crate::common::{GLM5_NANO, NANO52, PICO};
 use lockstep::checkpoint::oracle::Raw;
-use lockstep::checkpoint::{TensorSource, open_source};
 use lockstep_reference::config::RopeStyle;
 use lockstep_reference::dequant::block_format;
 use lockstep_reference::{
     Arith, Eps, ModelWeights, Options, Order, Param, Recipe, RefConfig, Weights, forward, ops, points, replay,
 };
 use ndarray::{Array1, Array2, ArrayD, Axis, Ix2};
-use safetensors::{Dtype, SafeTensors};
+use safetensors::SafeTensors;
 
 /// What storing a value in f32 may cost, relative; the relative L2 norm of many such errors is no larger.
 const STORED: f64 = 1.0 / (1 << 24) as f64;
 const SPARSE: Options = Options { dense: false, mtp: true };
-
-fn goldens(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens").join(path)
-}
-
-enum Golden {
-    Real(ArrayD<f32>),
-    Index(ArrayD<i32>),
-}
-
-impl Golden {
-    fn rows(&self) -> usize {
-        match self {
-            Golden::Real(values) => values.shape()[0],
-            Golden::Index(values) => values.shape()[0],
-        }
-    }
-}
-
-struct Goldens(HashMap<String, Golden>);
-
-impl Goldens {
-    fn read(path: &str) -> Self {
-        let file = std::fs::read(goldens(path)).expect("golden file");
-        let tensors = SafeTensors::deserialize(&file).expect("safetensors");
-        let one = |(name, view): (String, safetensors::tensor::TensorView<'_>)| {
-            let words = view.data().as_chunks().0;
-            let golden = match view.dtype() {
-                Dtype::F32 => {
-                    let values = words.iter().map(|&b| f32::from_le_bytes(b)).collect();
-                    Golden::Real(ArrayD::from_shape_vec(view.shape(), values).expect("shape"))
-                }
-                Dtype::I32 => {
-                    let values = words.iter().map(|&b| i32::from_le_bytes(b)).collect();
-                    Golden::Index(ArrayD::from_shape_vec(view.shape(), values).expect("shape"))
-                }
-                other => panic!("{name}: {other:?}"),
-            };
-            (name, golden)
-        };
-        Goldens(tensors.tensors().into_iter().map(one).collect())
-    }
-
-    fn indices(&self, name: &str) -> Option<Vec<usize>> {
-        match self.0.get(name)? {
-            Golden::Index(ids) => ids.iter().map(|&id| usize::try_from(id).ok()).collect(),
-            Golden::Real(_) => None,
-        }
-    }
-
-    /// The rows that were kept of a tensor that was cut.
-    fn rows_of(&self, name: &str) -> Vec<usize> {
-        let rows = self.indices(if name.starts_with("mtp.") { "mtp.rows" } else { "rows" }).expect("rows");
-        assert!(rows.len() >= 3, "{name}: rows {rows:?}");
-        rows
-    }
-
-    fn ids(&self) -> Vec<u32> {
-        self.indices("input_ids").expect("input_ids").iter().map(|&id| id as u32).collect()
-    }
-}
-
-fn open(model: &str) -> Box<dyn TensorSource> {
-    open_source(Some(&goldens(&format!("models/{model}")))).expect("model")
-}
 
 /// One run of a model: its emitted points, in f64.
 struct Run<'a> {
@@ -169,25 +105,23 @@ impl Run<'_> {
     /// costs, and of the choices that are not the same sets row by row.
     fn compare(&self, goldens: &Goldens) -> Comparison {
         let mut result = Comparison { reals: 0, choices: 0, beyond: Vec::new() };
-        for (name, golden) in &goldens.0 {
+        let kept = |name: &str, rows: usize| {
+            let value = self.value(name);
+            if rows == value.shape()[0] { value } else { value.select(Axis(0), &goldens.rows_of(name)) }
+        };
+        for (name, golden) in &goldens.reals {
+            result.reals += 1;
+            let near = relative_l2(&kept(name, golden.shape()[0]), golden) <= STORED;
+            if !near {
+                result.beyond.push(name.clone());
+            }
+        }
+        for (name, golden) in &goldens.indices {
             if ["input_ids", "rows", "mtp.rows"].contains(&name.as_str()) {
                 continue;
             }
-            let mut value = self.value(name);
-            if golden.rows() != value.shape()[0] {
-                value = value.select(Axis(0), &goldens.rows_of(name));
-            }
-            let same = match golden {
-                Golden::Real(golden) => {
-                    result.reals += 1;
-                    relative_l2(&value, golden) <= STORED
-                }
-                Golden::Index(golden) => {
-                    result.choices += 1;
-                    sets(&value) == sets(&golden.mapv(f64::from))
-                }
-            };
-            if !same {
+            result.choices += 1;
+            if sets(&self.value(name)) != sets(&golden.mapv(f64::from)) {
                 result.beyond.push(name.clone());
             }
         }
@@ -254,32 +188,32 @@ fn argmax(logits: &Array2<f64>) -> Array1<f64> {
 
 fn against(model: &str, golden: &str) -> (usize, usize) {
     let (source, goldens) = (open(model), Goldens::read(golden));
-    let raw = Raw(&*source);
+    let raw = Raw(source.source());
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
     run(&raw, &goldens.ids(), config, Arith::Exact, SPARSE).compare(&goldens).all_met()
 }
 
 #[test]
 fn every_intermediate_of_glm5_nano() {
-    let counts = against("glm5-nano-Q4_K_M.gguf", "glm5-nano/Q4_K_M_short_ggufeps.safetensors");
+    let counts = against(GLM5_NANO, OF_NANO_SHORT);
     assert_eq!(counts, (198, 12), "a golden that is not compared must not pass");
 }
 
 #[test]
 fn choices_and_outputs_past_top_k() {
-    let counts = against("glm5-nano-Q4_K_M.gguf", "glm5-nano/Q4_K_M_long_ggufeps.safetensors");
+    let counts = against(GLM5_NANO, OF_NANO_LONG);
     assert_eq!(counts, (28, 14));
 }
 
 #[test]
 fn a_split_model_with_random_weights() {
-    let counts = against("pico-Q4_K_M-split-00001-of-00004.gguf", "pico/pico-Q4_K_M_ggufeps.safetensors");
+    let counts = against(PICO, OF_PICO);
     assert_eq!(counts, (19, 6));
 }
 
 #[test]
 fn shared_indexer_layers() {
-    let counts = against("nano52-Q2_K.gguf", "nano52/nano52-Q2_K_ggufeps.safetensors");
+    let counts = against(NANO52, OF_NANO52);
     assert_eq!(counts, (30, 10));
 }
 
@@ -287,8 +221,8 @@ fn shared_indexer_layers() {
 /// disagree about.
 #[test]
 fn wrong_settings_are_seen() {
-    let source = open("glm5-nano-Q4_K_M.gguf");
-    let (raw, goldens) = (Raw(&*source), Goldens::read("glm5-nano/Q4_K_M_short_ggufeps.safetensors"));
+    let source = open(GLM5_NANO);
+    let (raw, goldens) = (Raw(source.source()), Goldens::read(OF_NANO_SHORT));
     let with = |eps: Eps, change: fn(&mut RefConfig)| {
         let mut config = RefConfig::from_raw(&raw, eps).expect("config");
         change(&mut config);
@@ -310,12 +244,12 @@ fn wrong_settings_are_seen() {
 
 #[test]
 fn dense_attention_is_another_model_past_top_k() {
-    let source = open("glm5-nano-Q4_K_M.gguf");
-    let (raw, goldens) = (Raw(&*source), Goldens::read("glm5-nano/Q4_K_M_long_ggufeps.safetensors"));
+    let source = open(GLM5_NANO);
+    let (raw, goldens) = (Raw(source.source()), Goldens::read(OF_NANO_LONG));
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
     let top_k = config.top_k;
     let dense = run(&raw, &goldens.ids(), config, Arith::Exact, Options { dense: true, mtp: false });
-    let Golden::Real(golden) = &goldens.0["blk.5.layer_out"] else { panic!("a real golden") };
+    let golden = &goldens.reals["blk.5.layer_out"];
     let value = &dense.values["layers.5.output"];
     let (mut within, mut beyond) = (0, 0);
     for (i, row) in goldens.rows_of("blk.5.layer_out").into_iter().enumerate() {
@@ -334,8 +268,8 @@ fn dense_attention_is_another_model_past_top_k() {
 /// Replaying each operation from values captured in f32 stays as near as its inputs are.
 #[test]
 fn replay_agrees_with_the_goldens() {
-    let source = open("glm5-nano-Q4_K_M.gguf");
-    let (raw, goldens) = (Raw(&*source), Goldens::read("glm5-nano/Q4_K_M_short_ggufeps.safetensors"));
+    let source = open(GLM5_NANO);
+    let (raw, goldens) = (Raw(source.source()), Goldens::read(OF_NANO_SHORT));
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
     let mut whole = run(&raw, &goldens.ids(), config, Arith::Exact, SPARSE);
     whole.values.insert("ids".into(), Array1::from_iter(goldens.ids().iter().map(|&id| f64::from(id))).into_dyn());
@@ -352,7 +286,7 @@ fn replay_agrees_with_the_goldens() {
 
 #[test]
 fn blocks_decode_to_what_ggml_gives() {
-    let file = std::fs::read(goldens("quant/quantvec.safetensors")).expect("golden file");
+    let file = std::fs::read(goldens::file("quant/quantvec.safetensors")).expect("golden file");
     let tensors = SafeTensors::deserialize(&file).expect("safetensors");
     let mut compared = Vec::new();
     for format in (0..64).filter_map(block_format) {

@@ -1,108 +1,21 @@
-//! Fixtures of the tests that read files: a small valid model made here, models rewritten with edits, and the real
-//! binary as a user runs it.
-#![allow(dead_code)] // each test binary uses its own part
+//! What tests share: small models made here, the golden ones opened once, engines that break promises, and the real binary.
 
+pub mod binary;
+pub mod goldens;
+pub mod odd;
+pub mod running;
 pub mod schema;
+pub mod subject;
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
+pub use binary::{GLM5_NANO, NANO52, PICO, Run, golden, inspect, lockstep, pico_shard, run};
 use lockstep::checkpoint::{Naming, names};
 use lockstep::gguf::value::{Array, Value};
 use lockstep::gguf::write::{self, NewTensor};
 use lockstep::gguf::{Gguf, header};
 use lockstep::model::{Config, Metadata, params};
 use lockstep::quant::QuantType;
-
-/// A file of goldens/models.
-pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("goldens/models").join(name)
-}
-
-/// The split golden model's shard `number` of 4.
-pub fn pico_shard(number: usize) -> PathBuf {
-    golden(&format!("pico-Q4_K_M-split-{number:05}-of-00004.gguf"))
-}
-
-/// The binary, ready for arguments.
-pub fn lockstep() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_lockstep"))
-}
-
-/// `lockstep inspect -m MODEL ARGS`, run to its end.
-pub fn inspect(model: &Path, args: &[&str]) -> Run {
-    run(lockstep().arg("inspect").arg("-m").arg(model).args(args))
-}
-
-/// Runs a command to its end.
-pub fn run(command: &mut Command) -> Run {
-    Run::from(command.output().expect("the binary starts"))
-}
-
-/// Runs a command to its end and measures its peak resident memory in KiB and its time. The kernel forgets the peak when
-/// the process ends, so it is read while the process runs, and last when it waits for its output to be taken: `command`
-/// must write more than a pipe holds (64 KiB).
-pub fn measure(command: &mut Command) -> (Run, u64, Duration) {
-    let started = Instant::now();
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
-    let status = format!("/proc/{}/status", child.id());
-    let (mut peak, mut asleep, mut elapsed) = (0, 0, Duration::ZERO);
-    while asleep < 20 && child.try_wait().expect("a child").is_none() {
-        let text = std::fs::read_to_string(&status).unwrap_or_default();
-        let field = |key: &str| text.lines().find_map(|l| l.strip_prefix(key)).map(str::trim).unwrap_or_default();
-        peak = field("VmHWM:").trim_end_matches(" kB").parse().unwrap_or(peak);
-        if field("State:").starts_with('S') {
-            asleep += 1;
-        } else {
-            (asleep, elapsed) = (0, started.elapsed());
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    assert!(asleep == 20, "it ended before its memory was read: too little output");
-    let (mut stdout, mut stderr) = (String::new(), String::new());
-    let waited = Instant::now();
-    child.stdout.take().expect("piped").read_to_string(&mut stdout).expect("UTF-8 output");
-    child.stderr.take().expect("piped").read_to_string(&mut stderr).expect("UTF-8 output");
-    let code = child.wait().expect("a child").code();
-    (Run { code, stdout, stderr }, peak, elapsed + waited.elapsed())
-}
-
-/// What a finished process left.
-pub struct Run {
-    pub code: Option<i32>,
-    pub stdout: String,
-    pub stderr: String,
-}
-
-impl From<Output> for Run {
-    fn from(output: Output) -> Self {
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8 output");
-        Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
-    }
-}
-
-impl Run {
-    /// Asserts the exit code and shows everything if it differs.
-    pub fn exits(self, code: i32) -> Self {
-        assert_eq!(self.code, Some(code), "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
-        assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
-        self
-    }
-
-    /// Asserts that stdout has `text`.
-    pub fn says(&self, text: &str) -> &Self {
-        assert!(self.stdout.contains(text), "no {text:?} in stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
-        self
-    }
-
-    /// Asserts that stdout does not have `text`.
-    pub fn silent_on(&self, text: &str) -> &Self {
-        assert!(!self.stdout.contains(text), "{text:?} in stdout:\n{}", self.stdout);
-        self
-    }
-}
 
 /// A model held as metadata and tensors, to be edited and written.
 #[derive(Clone)]

@@ -1,5 +1,4 @@
 //! What the parts of the project do not know. The README states these rules; this keeps them true.
-#![allow(clippy::unwrap_used)] // a test ends at the first surprise
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

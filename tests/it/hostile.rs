@@ -1,16 +1,9 @@
 //! Hostile files: cut, flipped, swapped, mislabelled. Each must be refused with the file, the place, what was expected and
 //! what was found; none may panic, take memory by an unchecked number, or write to stdout.
 
-#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
-
-mod common;
-#[path = "hostile/config.rs"]
 mod config;
-#[path = "hostile/container.rs"]
 mod container;
-#[path = "hostile/folders.rs"]
 mod folders;
-#[path = "hostile/sets.rs"]
 mod sets;
 
 use std::panic::catch_unwind;
@@ -19,7 +12,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{inspect, pico_shard, tiny};
+use crate::common::{Run, inspect, pico_shard, put, run, tiny, write_set};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::comm::Threads;
@@ -58,7 +51,7 @@ impl Cases {
 
     /// A case that is one file with these bytes.
     fn file(&mut self, name: impl Into<String>, file: &str, bytes: &[u8], want: &[&str]) {
-        let path = common::put(&self.folder(), file, bytes);
+        let path = put(&self.folder(), file, bytes);
         self.path(name, path, want, file);
     }
 
@@ -70,9 +63,9 @@ impl Cases {
 }
 
 /// Runs the binary with at most `limit_kib` of private memory (heap, stacks, private maps; file maps do not count).
-fn inspect_within(limit_kib: u64, model: &Path) -> common::Run {
+fn inspect_within(limit_kib: u64, model: &Path) -> Run {
     let script = format!("ulimit -d {limit_kib} && exec \"$0\" inspect -m \"$1\"");
-    common::run(Command::new("sh").arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_lockstep")).arg(model))
+    run(Command::new("sh").arg("-c").arg(script).arg(env!("CARGO_BIN_EXE_lockstep")).arg(model))
 }
 
 const LIMIT_KIB: u64 = 200 * 1000;
@@ -139,7 +132,7 @@ fn unharmed_files_open() {
     let folder = tempfile::tempdir().unwrap();
     let single = tiny().write(folder.path(), "tiny.gguf");
     let set = tempfile::tempdir().unwrap();
-    let shards = common::write_set(set.path(), "tiny", &tiny().shards(30));
+    let shards = write_set(set.path(), "tiny", &tiny().shards(30));
     let hf = tempfile::tempdir().unwrap();
     folders::write_valid(hf.path());
     let all = [single, shards[0].clone(), shards[2].clone(), set.path().into(), hf.path().into()];
@@ -181,7 +174,7 @@ fn forms_of_the_same_config_are_read_alike() {
     for (what, config) in folders::harmless() {
         let folder = tempfile::tempdir().unwrap();
         folders::write_valid(folder.path());
-        common::put(folder.path(), "config.json", config.to_string().as_bytes());
+        put(folder.path(), "config.json", config.to_string().as_bytes());
         assert_eq!(both_read(folder.path()), (1e6, 64), "{what}");
     }
 }

@@ -1,15 +1,11 @@
 //! Dumps: what is written is what is read, nothing half-written is left, and every way in which somebody else's dump can
 //! be wrong is refused with the file, the point, what was expected and what was found.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::OnceLock;
 
-use common::{golden, lockstep, run};
-use lockstep::checkpoint::Checkpoint;
+use crate::common::running::open;
+use crate::common::{NANO52, golden, lockstep, run};
 use lockstep::engine::{Engine, Options};
 use lockstep::model::{Block, Place, Point};
 use lockstep::probe::Trace;
@@ -19,11 +15,15 @@ use serde_json::{Value, json};
 
 const IDS: [u32; 5] = [7, 100, 3, 2000, 9];
 
-fn trace(tp: usize) -> Trace {
-    let checkpoint = Arc::new(Checkpoint::open(Some(&golden("nano52-Q2_K.gguf"))).unwrap());
-    let options = Options { chunk: 8, cache_tokens: 64, ..Options::for_one(checkpoint.config()) };
-    let mut engine = Engine::cpu(checkpoint, tp, options).unwrap();
-    run_prompt(&mut engine, &IDS, points_of(None)).unwrap().0
+/// A run on this many ranks; each is made once.
+fn trace(tp: usize) -> &'static Trace {
+    static RUNS: [OnceLock<Trace>; 3] = [const { OnceLock::new() }; 3];
+    RUNS[tp.ilog2() as usize].get_or_init(|| {
+        let checkpoint = open(NANO52);
+        let options = Options { chunk: 8, cache_tokens: 64, ..Options::for_one(checkpoint.config()) };
+        let mut engine = Engine::cpu(checkpoint, tp, options).unwrap();
+        run_prompt(&mut engine, &IDS, points_of(None)).unwrap().0
+    })
 }
 
 fn meta() -> Meta {
@@ -40,7 +40,7 @@ fn meta() -> Meta {
 
 fn written(folder: &Path, tp: usize) -> PathBuf {
     let dir = folder.join("dump");
-    dump::write(&dir, &trace(tp), &meta()).unwrap();
+    dump::write(&dir, trace(tp), &meta()).unwrap();
     dir
 }
 
@@ -56,7 +56,7 @@ fn what_is_written_is_read() {
     let folder = tempfile::tempdir().unwrap();
     for tp in [1, 4] {
         let (dir, original) = (folder.path().join(format!("tp{tp}")), trace(tp));
-        dump::write(&dir, &original, &meta()).unwrap();
+        dump::write(&dir, original, &meta()).unwrap();
         let back = dump::read(&dir).unwrap();
         assert_eq!((back.meta, back.notes), (meta(), vec![]));
         assert_eq!((&back.trace.ids, back.trace.tp, back.trace.attention), (&original.ids, tp, original.attention));
@@ -65,11 +65,11 @@ fn what_is_written_is_read() {
         for place in original.places() {
             assert_eq!(back.trace.ranks(place), original.ranks(place), "{place}");
         }
-        assert!(matches!(dump::write(&dir, &original, &meta()), Err(dump::DumpError::Exists { .. })));
+        assert!(matches!(dump::write(&dir, original, &meta()), Err(dump::DumpError::Exists { .. })));
     }
     assert_eq!(entries(folder.path()), ["tp1", "tp4"], "no partial folder is left");
     let nowhere = Path::new("/dev/null/dump");
-    assert!(matches!(dump::write(nowhere, &trace(1), &meta()), Err(dump::DumpError::Io { .. })));
+    assert!(matches!(dump::write(nowhere, trace(1), &meta()), Err(dump::DumpError::Io { .. })));
 }
 
 /// Edits dump.json.
@@ -227,7 +227,7 @@ fn fits(schema: &Value, value: &Value, at: &str) {
 fn the_command_writes_what_was_asked_for() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("out");
-    let model = golden("nano52-Q2_K.gguf");
+    let model = golden(NANO52);
     let command = |extra: &[&str]| {
         run(lockstep().arg("dump").arg("-m").arg(&model).arg("--out").arg(&dir).args(["--tp", "2"]).args(extra))
     };

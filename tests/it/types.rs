@@ -1,12 +1,9 @@
 //! The tensor table and the values of every golden file against gguf-py: type, shape, offset, size, and hashes of the raw
 //! bytes and of the dequantised values.
 
-#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
-
-mod common;
-
 use std::path::{Path, PathBuf};
 
+use crate::common::golden;
 use lockstep::gguf::header;
 use lockstep::quant::dequantise;
 use serde_json::Value as Json;
@@ -21,7 +18,7 @@ fn hash(bytes: &[u8]) -> String {
 }
 
 fn find(name: &str) -> Option<PathBuf> {
-    let here = common::golden(name);
+    let here = golden(name);
     if here.is_file() {
         return Some(here);
     }

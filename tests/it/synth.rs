@@ -1,12 +1,8 @@
 //! `lockstep synth`: what it makes is a whole model that the other commands take for one.
 
-#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
-
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{Run, inspect, lockstep, run};
+use crate::common::{Run, inspect, lockstep, run};
 
 fn synth(out: &Path, args: &[&str]) -> Run {
     run(lockstep().arg("synth").arg("--out").arg(out).args(args))

@@ -1,11 +1,9 @@
 //! `lockstep doctor` as a user runs it on a machine without a GPU; with one, the same commands check it.
 
-mod common;
-
-use common::{lockstep, run};
+use crate::common::{Run, golden, lockstep, run};
 use serde_json::Value as Json;
 
-fn doctor(args: &[&str]) -> common::Run {
+fn doctor(args: &[&str]) -> Run {
     run(lockstep().arg("doctor").args(args))
 }
 
@@ -65,7 +63,7 @@ fn gpus_that_were_asked_for_and_are_not_there_are_no_pass() {
 #[test]
 fn the_cpu_has_no_links() {
     doctor(&["--device", "cpu"]).exits(0).says("--device cpu").says("N/A");
-    let verify = run(lockstep().args(["verify", "host", "-m"]).arg(common::golden("glm5-nano-Q4_K_M.gguf"))).exits(3);
+    let verify = run(lockstep().args(["verify", "host", "-m"]).arg(golden("glm5-nano-Q4_K_M.gguf"))).exits(3);
     verify.says("the ranks are CPU threads");
 }
 

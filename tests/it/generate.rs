@@ -1,19 +1,16 @@
 //! `lockstep generate` and `lockstep bench` as a user runs them.
 
-mod common;
-
-use common::{golden, lockstep, run};
+use crate::common::{GLM5_NANO, Run, golden, lockstep, run};
 use serde_json::Value as Json;
 
 const VERSE: &str = "In the beginning God created the heaven and the earth.";
-const MODEL: &str = "glm5-nano-Q4_K_M.gguf";
 
 /// `lockstep COMMAND -m MODEL ARGS`.
-fn with_model(command: &str, args: &[&str]) -> common::Run {
-    run(lockstep().arg(command).arg("-m").arg(golden(MODEL)).args(args))
+fn with_model(command: &str, args: &[&str]) -> Run {
+    run(lockstep().arg(command).arg("-m").arg(golden(GLM5_NANO)).args(args))
 }
 
-fn json(run: &common::Run) -> Json {
+fn json(run: &Run) -> Json {
     serde_json::from_str(&run.stdout).expect("JSON and nothing else on stdout")
 }
 

@@ -1,14 +1,10 @@
 //! Random damage and random content: whatever bytes a file holds, it opens or is refused by name, and what the writer
 //! writes the reader reads back.
 
-#![allow(clippy::unwrap_used)] // helpers of tests, too, may panic
-
-mod common;
-
 use std::path::Path;
 use std::sync::LazyLock;
 
-use common::{Model, parse, tiny};
+use crate::common::{Model, parse, put, tiny};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::gguf::value::{Array, Value};
 use lockstep::gguf::write::NewTensor;
@@ -76,7 +72,7 @@ fn open_or_name(bytes: Vec<u8>) -> Result<(), TestCaseError> {
         Err(e) => prop_assert!(e.to_string().contains(NAME), "{e}"),
     }
     let folder = tempfile::tempdir().unwrap();
-    let path = common::put(folder.path(), NAME, &bytes);
+    let path = put(folder.path(), NAME, &bytes);
     if let Err(e) = Checkpoint::open(Some(&path)) {
         prop_assert!(e.to_string().contains(NAME), "{e}");
     }

@@ -1,13 +1,10 @@
 //! Programs: those of real models pass the check at every degree, on all ranks; each way to damage one is refused; and
 //! fusing keeps what is shown, or what may be changed, apart.
 
-mod common {
-    pub mod running;
-}
-
 use std::collections::BTreeSet;
 
-use common::running::{GLM5_NANO, NANO52, PICO, open};
+use crate::common::running::open;
+use crate::common::{GLM5_NANO, NANO52, PICO};
 use lockstep::device::check::check;
 use lockstep::device::program::{RULES, Want};
 use lockstep::device::{BufId, Limits, Op, Operand, Program, ProgramId, Recipe, Stores, View};

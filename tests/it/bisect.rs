@@ -1,43 +1,22 @@
 //! Every fault of the catalogue at three sites and two degrees is named: kind, layer, operation, ranks. Every negative
 //! twin reports nothing, and a fault outside the catalogue's explanations is UNKNOWN.
 
-#[path = "common/running.rs"]
-mod running;
-
+use crate::common::GLM5_NANO;
+use crate::common::running::open;
+use crate::common::subject::{Silent, over};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::diagnose::bisect::{self, Bisection};
-use lockstep::engine::{Attention, CpuBackend, Engines, Recipe};
+use lockstep::engine::{Attention, CpuBackend, Engines};
 use lockstep::faults::decorate::{Decorations, FaultyEngines};
 use lockstep::faults::{CATALOGUE, Injection, Target, inject};
-use lockstep::report::{Progress, Verdict};
+use lockstep::report::Verdict;
 use lockstep::verify::Subject;
 use lockstep::verify::subject::{points_of, run_prompt};
-use running::{GLM5_NANO, open};
-
-struct Quiet;
-
-impl Progress for Quiet {
-    fn at(&self, _: &str, _: usize, _: usize) {}
-}
 
 /// 80 tokens of ordinary ids: top-k is 64, so sparse attention is active; two of the rows lie within it.
 fn subject(tp: usize, engines: Box<dyn Engines>) -> Subject {
-    Subject {
-        checkpoint: open(GLM5_NANO),
-        baseline: None,
-        engines,
-        recipe: Recipe::Strict,
-        tp,
-        attention: Attention::Dsa,
-        ids: (0..80).map(|i| 200 + i * 37 % 3000).collect(),
-        prompt: "80 fixed ids".into(),
-        rows: vec![5, 40, 66, 71, 75, 79],
-        layers: None,
-        target: None,
-        seed: 0,
-        asks: Vec::new(),
-        own_prompt: false,
-    }
+    let ids = (0..80).map(|i| 200 + i * 37 % 3000).collect();
+    Subject { engines, ..over(open(GLM5_NANO), tp, ids, vec![5, 40, 66, 71, 75, 79]) }
 }
 
 fn target(checkpoint: &Checkpoint, tp: usize) -> Target<'_> {
@@ -52,7 +31,7 @@ fn faulty(typed: &str, tp: usize) -> Box<dyn Engines> {
 }
 
 fn bisect(typed: &str, tp: usize) -> Bisection {
-    bisect::run(&subject(tp, faulty(typed, tp)), &Quiet).expect("runs")
+    bisect::run(&subject(tp, faulty(typed, tp)), &Silent).expect("runs")
 }
 
 /// Which ranks a fault shows on.
@@ -130,7 +109,7 @@ fn a_setting_that_the_file_does_not_state() {
     named("gating=softmax", Some(1), "ffn.choice_scores", Ranks::All);
     // Two weights a token: it takes every row to have enough of them.
     let of = Subject { rows: (0..80).collect(), ..subject(2, faulty("CONFIG_VALUE@expert_scale=1:rank=1", 2)) };
-    let culprit = bisect::run(&of, &Quiet).expect("runs").culprit.expect("a culprit");
+    let culprit = bisect::run(&of, &Silent).expect("runs").culprit.expect("a culprit");
     assert_eq!(culprit.finding.place.to_string(), "layers.1.ffn.expert_weights");
     let explained = culprit.explanation.expect("explained");
     assert_eq!(
@@ -155,7 +134,7 @@ fn sparse_attention_dropped_is_clean_within_top_k() {
     let mut short = subject(2, faulty("DSA_INACTIVE@layers.4.attn.latent", 2));
     short.ids.truncate(64);
     short.rows = vec![5, 40, 63];
-    assert!(bisect::run(&short, &Quiet).expect("runs").culprit.is_none(), "64 tokens see every key anyway");
+    assert!(bisect::run(&short, &Silent).expect("runs").culprit.is_none(), "64 tokens see every key anyway");
 }
 
 #[test]
@@ -185,12 +164,12 @@ fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
         [("REDUCE_MISSED@layers.4.attn.out:rank=1", "REDUCE_MISSED"), ("NAME_MAP@blk.4.attn_output:rank=1", "NAME_MAP")]
     {
         let mut subject = subject(2, faulty(typed, 2));
-        let culprit = bisect::run(&subject, &Quiet).expect("runs").culprit.expect("a culprit");
+        let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
         assert_eq!(culprit.explanation.expect("explained").kind, kind);
         assert!(culprit.also.is_empty(), "{typed}: {:?}", culprit.also);
         let mut engine = subject.engine().expect("an engine");
         subject.target = Some(run_prompt(&mut engine, &subject.ids, points_of(None)).expect("runs").0);
-        let culprit = bisect::run(&subject, &Quiet).expect("runs").culprit.expect("a culprit");
+        let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
         let both = [culprit.explanation.expect("explained").kind.to_string()].into_iter().chain(culprit.also);
         let both: Vec<String> = both.filter_map(|f| f.split(' ').next().map(str::to_owned)).collect();
         assert_eq!(both, ["NAME_MAP", "REDUCE_MISSED"], "{typed}");
@@ -223,7 +202,7 @@ fn without_a_fault_nothing_is_reported() {
     for tp in [2, 8] {
         let decorated: Box<dyn Engines> = Box::new(FaultyEngines(CpuBackend::default(), Decorations::default()));
         for engines in [Box::new(CpuBackend::default()) as Box<dyn Engines>, decorated] {
-            let found = bisect::run(&subject(tp, engines), &Quiet).expect("runs");
+            let found = bisect::run(&subject(tp, engines), &Silent).expect("runs");
             assert_eq!(found.verdict, Verdict::Match, "tp {tp}: {:?}", found.culprit);
             assert!(found.culprit.is_none() && found.others.is_empty() && found.judged > 150);
         }

@@ -1,5 +1,4 @@
 //! The goldens are what their list says: a changed or unlisted file is an error.
-#![allow(clippy::unwrap_used)] // a test ends at the first surprise
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

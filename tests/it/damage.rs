@@ -1,13 +1,10 @@
 //! What any operation writes can be damaged, and the damage is found where it is first shown, never at another operation:
 //! values and caches by replay, choices of tokens by what is drawn.
 
-mod common;
-#[path = "common/subject.rs"]
-#[allow(dead_code)] // each test binary uses its own part
-mod subjects;
-
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
+use crate::common::PICO;
+use crate::common::subject::{Silent, check, show, subject, with};
 use lockstep::device::program::{RULES, Want};
 use lockstep::device::{Limits, Op, Operand, Program, ProgramId, Recipe};
 use lockstep::engine::arch::Model;
@@ -19,7 +16,6 @@ use lockstep::model::Place;
 use lockstep::report::Verdict;
 use lockstep::shard::TpPlan;
 use lockstep::verify::{Subject, activations, invariants};
-use subjects::{PICO, Silent, check, show, subject, with};
 
 const TP: usize = 2;
 

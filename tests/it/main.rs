@@ -1,0 +1,29 @@
+//! All tests of the library and of the binary that need no GPU, in one program, since each program links everything again.
+#![allow(clippy::unwrap_used)] // a test ends at the first surprise
+
+mod common;
+
+mod ahead;
+mod architecture;
+mod bisect;
+mod damage;
+mod doctor;
+mod dump;
+mod engine;
+mod generate;
+mod gguf_properties;
+mod glm52_twin;
+mod goldens;
+mod hostile;
+mod inspect;
+mod invariants;
+mod logits;
+mod oracle;
+mod program;
+mod quantvec;
+mod recall;
+mod recipes;
+mod stages;
+mod synth;
+mod tokenizer;
+mod types;

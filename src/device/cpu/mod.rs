@@ -46,6 +46,10 @@ pub struct CpuDevice {
 /// The largest buffer that is believed, in bytes: more than the memory of any host.
 const MOST_BYTES: usize = 1 << 40;
 
+/// The largest buffer whose memory is not asked for first. An allocator keeps what small requests give back and hands it
+/// out again, zeros written by itself.
+const SMALL_BYTES: usize = 64 << 20;
+
 impl CpuDevice {
     /// The device of `rank`, which meets the others in `comm`. It chooses next tokens itself for up to `ahead` rows (a
     /// power of two), as GPUs do, or not at all.
@@ -76,7 +80,8 @@ impl CpuDevice {
         let most = MOST_BYTES / size_of::<T>();
         // Only a reservation can be refused, and only `vec!` leaves zeros to the system, which takes no memory for them
         // before they are written.
-        let fits = |n: &usize| *n <= most && Vec::<T>::new().try_reserve_exact(*n).is_ok();
+        let small = SMALL_BYTES / size_of::<T>();
+        let fits = |n: &usize| *n <= small || (*n <= most && Vec::<T>::new().try_reserve_exact(*n).is_ok());
         match rows.checked_mul(width).filter(fits) {
             Some(values) => Ok(Aligned::of(values, value)),
             None => {

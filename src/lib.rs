@@ -11,6 +11,7 @@ pub mod engine;
 pub mod faults;
 pub mod gguf;
 pub mod model;
+pub mod partial;
 pub mod probe;
 pub mod quant;
 pub mod report;

@@ -11,13 +11,16 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 #[derive(Debug, Parser)]
 #[command(name = "lockstep", version, after_help = EXIT_CODES)]
 pub struct Cli {
+    /// Neither progress nor notes on stderr; errors still
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
     /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 a fault was found; 2 usage or I/O error; \
-                          3 something could not be measured or did not run (never a pass).";
+                          3 something could not be measured or did not run (never a pass); 130 Ctrl-C, 143 SIGTERM.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -41,6 +44,26 @@ pub enum Command {
     /// The CUDA kernels: list them, compile them
     #[cfg(feature = "cuda")]
     Kernels(KernelsArgs),
+}
+
+impl Command {
+    /// Whether the result is for machines.
+    pub fn json(&self) -> bool {
+        match self {
+            Command::Inspect(args) => args.model.json,
+            Command::Verify(args) => args.subject.model.json,
+            Command::Bisect(args) => args.subject.model.json,
+            Command::Generate(args) => args.model.json,
+            Command::Dump(args) => args.subject.model.json,
+            Command::Bench(args) => args.model.json,
+            Command::Doctor(args) => args.json,
+            Command::Synth(args) => args.json,
+            #[cfg(feature = "cuda")]
+            Command::Kernels(args) => match args.action {
+                KernelsAction::List { json } | KernelsAction::Build { json, .. } => json,
+            },
+        }
+    }
 }
 
 /// Which model.

@@ -1,7 +1,10 @@
 //! From `--device` and `--recipe` to the devices that ranks run on.
 
+use std::sync::Arc;
+
 use super::CliError;
 use super::args::{DeviceArg, DeviceArgs, RecipeArg};
+use super::console::Teller;
 #[cfg(feature = "cuda")]
 use crate::device::Recipe;
 #[cfg(feature = "cuda")]
@@ -30,7 +33,9 @@ pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
         (DeviceArg::Cpu, _) if args.kernels_dir.is_some() => {
             Err(CliError::Usage("--kernels-dir: expected --device cuda; the CPU device has no kernels".into()))
         }
-        (DeviceArg::Cpu, RecipeArg::Strict) => Ok(Chosen::Cpu(CpuBackend::default())),
+        (DeviceArg::Cpu, RecipeArg::Strict) => {
+            Ok(Chosen::Cpu(CpuBackend { told: Some(Arc::new(Teller)), ..CpuBackend::default() }))
+        }
         (DeviceArg::Cpu, RecipeArg::Fast) => {
             Err(CliError::Usage("--recipe fast: expected strict, the only recipe of the CPU device".into()))
         }
@@ -41,7 +46,8 @@ pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
                 RecipeArg::Fast => Recipe::Fast,
             };
             let cubins = Cubins { sources: args.kernels_dir.clone(), ..Cubins::default() };
-            let backend = CudaBackend::new(ordinals.clone(), recipe, cubins);
+            let backend =
+                CudaBackend { told: Some(Arc::new(Teller)), ..CudaBackend::new(ordinals.clone(), recipe, cubins) };
             let found = gpu::count().map_err(|e| CliError::Usage(format!("--device {}: {e}", args.device)))?;
             if let Some(ordinal) = ordinals.iter().chain([&0]).find(|o| **o >= found) {
                 let problem = format!("--device {}: there is no GPU {ordinal}; found {found}", args.device);

@@ -2,53 +2,32 @@
 
 use std::io::Write;
 
-use serde_json::json;
-
 use super::args::{DeviceArg, DoctorArgs};
 #[cfg(feature = "cuda")]
-use super::subject::Bar;
-use super::{CliError, Exit, write_json};
-use crate::doctor::{Finding, host};
-use crate::report::Verdict;
-use crate::report::table::table;
+use super::console::Bar;
+use super::{CliError, Exit, console, emit};
+use crate::doctor::host;
+use crate::report::checkup::{Checkup, GPUS};
+use crate::report::{Check, Verdict};
 
 pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    let mut findings = host::findings();
+    let mut checks = host::findings();
     let (more, missing) = gpus(args)?;
-    findings.extend(more);
-    let worst = findings.iter().map(|f| f.check.verdict).max().unwrap_or(Verdict::Unmeasured);
-    let exit = if missing.is_some() { Exit::Usage } else { worst.into() };
-    if args.json {
-        let document = json!({
-            "verdict": worst.name(), "exit": exit.code(), "quick": args.quick,
-            "device": args.device.as_ref().map(DeviceArg::to_string),
-            "checks": findings.iter().map(Finding::json).collect::<Vec<_>>(),
-        });
-        write_json(out, &document)?;
-    } else {
-        print(&findings, worst, out)?;
+    checks.extend(more);
+    let verdict = checks.iter().map(|c| c.verdict).max().unwrap_or(Verdict::Unmeasured);
+    let exit = if missing.is_some() { Exit::Usage } else { verdict.into() };
+    let device = args.device.as_ref().map(DeviceArg::to_string);
+    emit(&Checkup { verdict, exit: exit.code(), quick: args.quick, device, checks }, args.json, out)?;
+    if let Some(problem) = missing {
+        console::error(&format!("--device cuda: {problem}"));
     }
-    out.flush()?;
-    missing.map_or(Ok(exit), |problem| Err(CliError::Usage(format!("--device cuda: {problem}"))))
+    Ok(exit)
 }
-
-fn print(findings: &[Finding], worst: Verdict, out: &mut dyn Write) -> std::io::Result<()> {
-    let mut t = table(&["check", "verdict", "evidence"]);
-    for Finding { check, .. } in findings {
-        t.add_row([check.name.clone(), check.verdict.name().into(), check.detail.clone()]);
-    }
-    let gpus = findings.iter().any(|f| f.check.name == GPUS);
-    let but = if gpus { "; no GPU was checked" } else { "" };
-    writeln!(out, "{t}\n\nverdict: {}{but}", worst.name())
-}
-
-/// The finding that stands for GPUs where none is checked.
-const GPUS: &str = "GPUs";
 
 /// Libraries and GPUs: those that were asked for, or all that there are. And why those that were asked for cannot be
 /// checked.
 #[cfg(feature = "cuda")]
-fn gpus(args: &DoctorArgs) -> Result<(Vec<Finding>, Option<String>), CliError> {
+fn gpus(args: &DoctorArgs) -> Result<(Vec<Check>, Option<String>), CliError> {
     use crate::device::cuda::cubin::Cubins;
     use crate::doctor::{gpus, software};
 
@@ -62,7 +41,7 @@ fn gpus(args: &DoctorArgs) -> Result<(Vec<Finding>, Option<String>), CliError> {
         return Err(CliError::Usage(format!("--device cuda: there is no GPU {gpu}; found {found}")));
     }
     let cubins = Cubins { sources: args.kernels_dir.clone(), ..Cubins::default() };
-    let reason = driver.check.detail.clone();
+    let reason = driver.detail.clone();
     let mut findings = vec![driver];
     findings.extend(software::libraries(&cubins));
     if found == 0 {
@@ -70,12 +49,12 @@ fn gpus(args: &DoctorArgs) -> Result<(Vec<Finding>, Option<String>), CliError> {
         return Ok((findings, asked.map(|_| reason)));
     }
     let list = asked.filter(|list| !list.is_empty()).cloned().unwrap_or_else(|| (0..found).collect());
-    findings.extend(gpus::run(&gpus::Request { gpus: list, cubins, quick: args.quick }, &Bar::new()));
+    findings.extend(gpus::run(&gpus::Request { gpus: list, cubins, quick: args.quick }, &Bar::new("doctor: ")));
     Ok((findings, None))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpus(args: &DoctorArgs) -> Result<(Vec<Finding>, Option<String>), CliError> {
+fn gpus(args: &DoctorArgs) -> Result<(Vec<Check>, Option<String>), CliError> {
     const NONE: &str = "this build has no CUDA device (feature cuda)";
     match &args.device {
         Some(DeviceArg::Cuda(_)) => Ok((vec![without(NONE)], Some(NONE.into()))),
@@ -84,6 +63,6 @@ fn gpus(args: &DoctorArgs) -> Result<(Vec<Finding>, Option<String>), CliError> {
     }
 }
 
-fn without(reason: &str) -> Finding {
-    Finding::plain(GPUS, Verdict::NotApplicable, format!("none is checked: {reason}"))
+fn without(reason: &str) -> Check {
+    Check::new(GPUS, Verdict::NotApplicable, format!("none is checked: {reason}"))
 }

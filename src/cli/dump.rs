@@ -4,14 +4,16 @@ use std::io::Write;
 use std::sync::Arc;
 
 use regex::Regex;
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::DumpArgs;
+use super::console::Bar;
 use super::subject::{engines, lists_faults, subject};
-use super::{CliError, Exit, write_json};
+use super::{CliError, Exit, emit};
 use crate::model::{Config, Place, Point};
 use crate::probe::capture::Filter;
 use crate::probe::dump::{self, Meta};
+use crate::report::{Page, Record};
 use crate::verify::subject::{points_of, run_prompt};
 
 pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
@@ -45,8 +47,10 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
     let filter: Filter = Arc::new(move |place| {
         (layers(place) || read(place)) && wanted.as_ref().is_none_or(|w| w.is_match(&place.to_string()))
     });
+    let bar = Bar::new("dump: ");
     let mut engine = subject.engine()?;
     let (trace, _) = run_prompt(&mut engine, &subject.ids, filter)?;
+    drop(bar);
     let places = trace.places();
     if places.is_empty() {
         return Err(CliError::Usage("--filter: expected to match a probe point, found none".into()));
@@ -62,21 +66,41 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
         index_eps: Some(c.index_eps),
     };
     dump::write(&args.out, &trace, &meta)?;
-    if args.subject.model.json {
-        let names: Vec<String> = places.iter().map(Place::to_string).collect();
-        let document = json!({
-            "out": args.out.display().to_string(), "points": names, "tp": trace.tp, "tokens": trace.ids.len(), "prompt": subject.prompt,
-            "attention": trace.attention.name(), "digest": meta.digest, "device": device, "recipe": meta.recipe,
-        });
-        write_json(out, &document)?;
-    } else {
-        let (path, n, tokens) = (args.out.display(), places.len(), trace.ids.len());
-        let attention = trace.attention.name();
-        let (tp, recipe, prompt) = (trace.tp, &meta.recipe, &subject.prompt);
-        let how = format!("{device}, recipe {recipe}, {attention}; {prompt}");
-        writeln!(out, "{path}: {n} points of {tokens} tokens on {tp} ranks ({how})")?;
-    }
+    let record = Dumped {
+        out: args.out.display().to_string(),
+        points: places.iter().map(Place::to_string).collect(),
+        tp: trace.tp,
+        tokens: trace.ids.len(),
+        prompt: subject.prompt,
+        attention: trace.attention.name(),
+        digest: meta.digest,
+        device,
+        recipe: meta.recipe,
+    };
+    emit(&record, args.subject.model.json, out)?;
     Ok(Exit::Ok)
+}
+
+/// What was written.
+#[derive(Serialize)]
+struct Dumped {
+    out: String,
+    points: Vec<String>,
+    tp: usize,
+    tokens: usize,
+    prompt: String,
+    attention: &'static str,
+    digest: String,
+    device: String,
+    recipe: String,
+}
+
+impl Record for Dumped {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        let Dumped { out, points, tp, tokens, prompt, attention, device, recipe, .. } = self;
+        let how = format!("{device}, recipe {recipe}, {attention}; {prompt}");
+        page.line(format!("{out}: {} points of {tokens} tokens on {tp} ranks ({how})", points.len()))
+    }
 }
 
 /// `1,2,3` as ids of the vocabulary, within the context.

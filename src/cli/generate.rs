@@ -4,14 +4,16 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::GenerateArgs;
-use super::{CliError, Exit, device, options, write_json};
+use super::console::Bar;
+use super::{CliError, Exit, console, device, emit, options};
 use crate::checkpoint::Checkpoint;
 use crate::engine::generate::generate;
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Finish, Request};
+use crate::report::{Page, Record, clean_lines};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
 pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
@@ -28,10 +30,12 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         tokenizer.chat_ids(&messages, true, &serde_json::Map::new())?
     };
     let prompt_tokens = prompt.len();
+    let bar = Bar::new("");
     let mut engine = engines.engine(&checkpoint, args.tp, options(&checkpoint, &args.engine)?)?;
+    drop(bar);
     let stops = tokenizer.stop_ids();
     if let Some(warning) = &stops.warning {
-        writeln!(std::io::stderr(), "lockstep: {warning}")?;
+        console::note(warning);
     }
     let sampling = Sampling {
         temperature: args.temperature,
@@ -51,7 +55,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         ids.push(token);
         if let Some(piece) = stream.push(token) {
             if !args.model.json && written.is_ok() {
-                written = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+                written = out.write_all(clean_lines(&piece).as_bytes()).and_then(|()| out.flush());
             }
             text.push_str(&piece);
         }
@@ -60,37 +64,67 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
     let rest = stream.finish();
     text.push_str(&rest);
     let elapsed = start.elapsed();
-    let reason = match finish {
-        Finish::Stop => "stop",
-        Finish::Length => "length",
-    };
     let prefill = first.unwrap_or(elapsed);
     let decode = (ids.len() as f64 - 1.0).max(0.0) / (elapsed - prefill).as_secs_f64().max(1e-9);
+    let record = Generated {
+        model: checkpoint.name().into(),
+        text,
+        ids,
+        finish: match finish {
+            Finish::Stop => "stop",
+            Finish::Length => "length",
+        },
+        prompt_tokens,
+        attention: engine.options().attention.name(),
+        tp: engine.tp(),
+        seed: args.seed,
+        device: args.device.device.to_string(),
+        recipe: engines.backend().recipe().name(),
+        prefill_seconds: prefill.as_secs_f64(),
+        decode_tokens_per_second: decode,
+    };
     if args.model.json {
-        let document = json!({
-            "model": checkpoint.name(), "text": text, "ids": ids, "finish": reason, "prompt_tokens": prompt_tokens,
-            "attention": engine.options().attention.name(), "tp": engine.tp(), "seed": args.seed,
-            "device": args.device.device.to_string(), "recipe": engines.backend().recipe().name(),
-            "prefill_seconds": prefill.as_secs_f64(), "decode_tokens_per_second": decode,
-        });
-        write_json(out, &document)?;
+        emit(&record, true, out)?;
     } else {
-        writeln!(out, "{rest}")?;
+        writeln!(out, "{}", clean_lines(&rest))?;
         out.flush()?; // the note goes to the other stream, and comes behind the text
-        writeln!(
-            std::io::stderr(),
-            "[{}: {prompt_tokens} prompt tokens in {:.0} ms; {} tokens at {decode:.0} tokens/s; finish: {reason}; \
-             attention: {}; tp {}, {}, recipe {}]",
-            checkpoint.name(),
-            prefill.as_secs_f64() * 1e3,
-            ids.len(),
-            engine.options().attention.name(),
-            engine.tp(),
-            args.device.device,
-            engines.backend().recipe().name()
-        )?;
+        console::note(&record.summary());
     }
     Ok(Exit::Ok)
+}
+
+/// What was generated, and how.
+#[derive(Serialize)]
+struct Generated {
+    model: String,
+    text: String,
+    ids: Vec<u32>,
+    finish: &'static str,
+    prompt_tokens: usize,
+    attention: &'static str,
+    tp: usize,
+    seed: u64,
+    device: String,
+    recipe: &'static str,
+    prefill_seconds: f64,
+    decode_tokens_per_second: f64,
+}
+
+impl Generated {
+    fn summary(&self) -> String {
+        let Generated { model, prompt_tokens, finish, attention, tp, device, recipe, .. } = self;
+        let (ms, tokens, speed) = (1e3 * self.prefill_seconds, self.ids.len(), self.decode_tokens_per_second);
+        format!(
+            "{model}: {prompt_tokens} prompt tokens in {ms:.0} ms; {tokens} tokens at {speed:.0} tokens/s; finish: \
+             {finish}; attention: {attention}; tp {tp}, {device}, recipe {recipe}"
+        )
+    }
+}
+
+impl Record for Generated {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        page.line(&self.text)
+    }
 }
 
 /// Refuses sampling values that mean nothing.

@@ -6,12 +6,14 @@ use std::time::Instant;
 use lockstep_kernels::{ARCHS, UNITS};
 use rayon::prelude::*;
 use regex::Regex;
+use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use super::args::{KernelsAction, KernelsArgs};
-use super::{CliError, Exit, write_json};
+use super::{CliError, Exit, emit};
 use crate::device::cuda::cubin::{Built, CubinError, Cubins, modules, nvrtc_version};
-use crate::report::table::{bytes, table};
+use crate::report::table::{Table, bytes};
+use crate::report::{Page, Record};
 
 pub(super) fn run(args: &KernelsArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     match &args.action {
@@ -26,20 +28,38 @@ pub(super) fn run(args: &KernelsArgs, out: &mut dyn Write) -> Result<Exit, CliEr
     }
 }
 
+/// The kernels, by module.
+#[derive(Serialize)]
+struct Listed {
+    archs: &'static [&'static str],
+    types: &'static [&'static str],
+    units: Vec<ListedUnit>,
+}
+
+#[derive(Serialize)]
+struct ListedUnit {
+    unit: &'static str,
+    typed: bool,
+    kernels: &'static [&'static str],
+}
+
+impl Record for Listed {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        let mut t = Table::new(&["module", "kernels"]);
+        for ListedUnit { unit, typed, kernels } in &self.units {
+            t.row([format!("{unit}{}", if *typed { "<type>" } else { "" }), kernels.join(", ")]);
+        }
+        page.table(&t)?;
+        page.gap()?;
+        page.line(format!("types: {}", self.types.join(", ")))?;
+        page.line(format!("architectures: {}", self.archs.join(", ")))
+    }
+}
+
 fn list(json: bool, out: &mut dyn Write) -> Result<Exit, CliError> {
-    if json {
-        let unit = |u: &lockstep_kernels::Unit| json!({ "unit": u.name, "typed": u.typed, "kernels": u.kernels });
-        let units: Vec<_> = UNITS.iter().map(unit).collect();
-        write_json(out, &json!({ "archs": ARCHS, "types": lockstep_kernels::TYPES, "units": units }))?;
-        return Ok(Exit::Ok);
-    }
-    let mut t = table(&["module", "kernels"]);
-    for unit in &UNITS {
-        let name = if unit.typed { format!("{}<type>", unit.name) } else { unit.name.into() };
-        t.add_row([name, unit.kernels.join(", ")]);
-    }
-    writeln!(out, "{t}\n\ntypes: {}", lockstep_kernels::TYPES.join(", "))?;
-    writeln!(out, "architectures: {}", ARCHS.join(", "))?;
+    let unit = |u: &'static lockstep_kernels::Unit| ListedUnit { unit: u.name, typed: u.typed, kernels: u.kernels };
+    let units = UNITS.iter().map(unit).collect();
+    emit(&Listed { archs: &ARCHS, types: &lockstep_kernels::TYPES, units }, json, out)?;
     Ok(Exit::Ok)
 }
 
@@ -80,39 +100,60 @@ fn build(
         work.par_iter().map(|(unit, ty, arch)| cubins.build(unit, *ty, arch)).collect();
     let built = built.map_err(|e| CliError::Usage(e.to_string()))?;
     let seconds = start.elapsed().as_secs_f64();
-    let large: Vec<(&Built, &lockstep_kernels::Usage)> =
-        built.iter().flat_map(|b| b.usage.iter().filter(|u| u.is_too_large()).map(move |u| (b, u))).collect();
-    let compiled = built.iter().filter(|b| !b.cached).count();
-    let nvrtc = nvrtc_version().map(|(major, minor)| format!("{major}.{minor}"));
-    if json {
-        let module = |b: &Built| {
-            let kernel = |u: &lockstep_kernels::Usage| json!({ "kernel": u.kernel, "registers": u.registers, "stack": u.stack, "spills": u.spills });
-            json!({
-                "module": b.module, "arch": b.arch, "file": b.path.display().to_string(), "cached": b.cached, "bytes": b.bytes,
-                "kernels": b.usage.iter().map(kernel).collect::<Vec<_>>(),
-            })
-        };
-        let document = json!({
-            "nvrtc": nvrtc, "cache": cubins.cache.display().to_string(), "seconds": seconds, "compiled": compiled,
-            "modules": built.iter().map(module).collect::<Vec<_>>(),
-        });
-        write_json(out, &document)?;
-    } else {
-        let total: usize = built.iter().map(|b| b.bytes).sum();
-        writeln!(
-            out,
-            "{} modules for {}: {compiled} compiled by NVRTC {}, {} cached; {} in {}, {seconds:.1} s",
-            built.len(),
-            archs.iter().copied().collect::<Vec<_>>().join(", "),
-            nvrtc.as_deref().unwrap_or("(none)"),
-            built.len() - compiled,
-            bytes(total as u64),
-            cubins.cache.display()
-        )?;
-        for (b, u) in &large {
+    let large = |b: &Built| b.usage.iter().any(|u| u.is_too_large());
+    let exit = if built.iter().any(large) { Exit::Fault } else { Exit::Ok };
+    let record = Compiled {
+        nvrtc: nvrtc_version().map(|(major, minor)| format!("{major}.{minor}")),
+        cache: cubins.cache.display().to_string(),
+        seconds,
+        compiled: built.iter().filter(|b| !b.cached).count(),
+        modules: built,
+        archs: archs.into_iter().collect::<Vec<_>>().join(", "),
+    };
+    emit(&record, json, out)?;
+    Ok(exit)
+}
+
+/// What was compiled, and what was there.
+#[derive(Serialize)]
+struct Compiled {
+    nvrtc: Option<String>,
+    cache: String,
+    seconds: f64,
+    compiled: usize,
+    #[serde(serialize_with = "modules_as_json")]
+    modules: Vec<Built>,
+    #[serde(skip)]
+    archs: String,
+}
+
+/// The crate of the kernels depends on nothing, so what is its own is written here.
+fn modules_as_json<S: Serializer>(modules: &[Built], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(modules.iter().map(|b| {
+        let kernel = |u: &lockstep_kernels::Usage| json!({ "kernel": u.kernel, "registers": u.registers, "stack": u.stack, "spills": u.spills });
+        let kernels: Vec<_> = b.usage.iter().map(kernel).collect();
+        let (file, cached) = (b.path.display().to_string(), b.cached);
+        json!({ "module": b.module, "arch": b.arch, "file": file, "cached": cached, "bytes": b.bytes, "kernels": kernels })
+    }))
+}
+
+impl Record for Compiled {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        let Compiled { nvrtc, cache, seconds, compiled, modules, archs } = self;
+        let (all, size) = (modules.len(), bytes(modules.iter().map(|b| b.bytes as u64).sum()));
+        let (nvrtc, cached) = (nvrtc.as_deref().unwrap_or("(none)"), all - compiled);
+        page.line(format!(
+            "{all} modules for {archs}: {compiled} compiled by NVRTC {nvrtc}, {cached} cached; {size} in {cache}, \
+             {seconds:.1} s"
+        ))?;
+        for (b, u) in modules.iter().flat_map(|b| b.usage.iter().map(move |u| (b, u))).filter(|(_, u)| u.is_too_large())
+        {
             let (module, arch, kernel) = (&b.module, &b.arch, &u.kernel);
-            writeln!(out, "{module} for {arch}: {kernel} uses {} bytes of stack and {} of spills", u.stack, u.spills)?;
+            page.line(format!(
+                "{module} for {arch}: {kernel} uses {} bytes of stack and {} of spills",
+                u.stack, u.spills
+            ))?;
         }
+        Ok(())
     }
-    Ok(if large.is_empty() { Exit::Ok } else { Exit::Fault })
 }

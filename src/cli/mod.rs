@@ -3,11 +3,13 @@
 pub mod args;
 mod bench;
 mod bisect;
+pub mod console;
 mod device;
 mod doctor;
 mod dump;
 mod generate;
 mod inspect;
+pub mod interrupt;
 #[cfg(feature = "cuda")]
 mod kernels;
 mod subject;
@@ -20,7 +22,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::engine::{Attention, EngineError, Options};
 use crate::faults::InjectError;
 use crate::probe::dump::DumpError;
-use crate::report::Verdict;
+use crate::report::{Look, Page, Record, Verdict, json};
 use crate::shard::ShardError;
 use crate::synth::SynthError;
 use crate::tokenize::TokenizeError;
@@ -86,8 +88,6 @@ pub enum CliError {
     Usage(String),
     #[error("cannot write the output: {0}")]
     Output(#[from] std::io::Error),
-    #[error("cannot write the output: {0}")]
-    Json(#[from] serde_json::Error),
 }
 
 /// Runs a command, results to `out`, progress and notes to stderr.
@@ -95,6 +95,9 @@ pub enum CliError {
 /// # Errors
 /// Usage and I/O errors.
 pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
+    if cli.quiet {
+        console::be_quiet();
+    }
     match cli.command {
         Command::Inspect(args) => inspect::run(&args, out),
         Command::Verify(args) => verify::run(&args, out),
@@ -109,9 +112,29 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
     }
 }
 
-fn write_json(out: &mut dyn Write, document: &impl serde::Serialize) -> Result<(), CliError> {
-    serde_json::to_writer_pretty(&mut *out, document)?;
-    Ok(writeln!(out)?)
+/// Says what a command found, to people or to machines.
+fn emit(record: &impl Record, json: bool, out: &mut dyn Write) -> std::io::Result<()> {
+    interrupt::finally(|| {
+        match json {
+            true => json::write(out, record)?,
+            false => record.text(&mut Page::new(out, Look::of_stdout()))?,
+        }
+        out.flush()
+    })
+}
+
+/// A failure as `--json` tells it.
+fn failure(message: &str, exit: u8) -> serde_json::Value {
+    serde_json::json!({ "error": { "message": message, "exit": exit } })
+}
+
+/// Says why a command could not do its work: on stderr, and on `out` too if that is for machines.
+pub fn fail(message: &str, json: bool, out: &mut dyn Write) {
+    if json {
+        // Nobody is left to tell.
+        let _ = json::write(out, &failure(message, Exit::Usage.code())).and_then(|()| out.flush());
+    }
+    console::error(message);
 }
 
 /// The engine's options for one sequence, as typed.

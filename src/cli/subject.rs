@@ -2,20 +2,19 @@
 
 use std::io::Write;
 use std::sync::Arc;
-use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::SubjectArgs;
-use super::{CliError, attention, device, write_json};
+use super::{CliError, attention, console, device, emit};
 use crate::checkpoint::Checkpoint;
 use crate::engine::Engines;
 use crate::engine::Recipe;
 use crate::faults::decorate::Decorations;
 use crate::faults::{CATALOGUE, Injection, Target, inject};
 use crate::probe::dump;
-use crate::report::Progress;
+use crate::report::verification::Run;
+use crate::report::{Page, Record};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
 use crate::verify::Subject;
@@ -57,11 +56,37 @@ fn target<'a>(args: &SubjectArgs, checkpoint: &'a Checkpoint) -> Target<'a> {
     Target { checkpoint, tp: degree(args), attention: attention(args.attention) }
 }
 
-/// What the judged run ran on, as typed; a dump may say so.
-pub(super) fn device_name(args: &SubjectArgs, subject: &Subject) -> String {
-    match &subject.target {
-        Some(_) => "a dump's".into(),
-        None => args.device.device.to_string(),
+/// What ran, and on what: a dump may say so, else it is as typed.
+pub(super) fn run_of(args: &SubjectArgs, subject: &Subject) -> Run {
+    Run {
+        model: subject.checkpoint.name().into(),
+        tp: subject.tp,
+        device: if subject.target.is_some() { "a dump's".into() } else { args.device.device.to_string() },
+        recipe: subject.recipe.name(),
+        attention: subject.attention.name(),
+        prompt: subject.prompt.clone(),
+    }
+}
+
+/// A kind of fault, and where it can be put in.
+#[derive(Serialize)]
+struct Kind {
+    kind: &'static str,
+    about: &'static str,
+    tp: usize,
+    sites: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Kinds(Vec<Kind>);
+
+impl Record for Kinds {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        for Kind { kind, about, tp, sites } in &self.0 {
+            page.line(format!("{kind}: {about}; {} sites at tp {tp}", sites.len()))?;
+            sites.iter().try_for_each(|site| page.line(format!("  {kind}@{site}")))?;
+        }
+        Ok(())
     }
 }
 
@@ -73,23 +98,11 @@ pub(super) fn lists_faults(args: &SubjectArgs, out: &mut dyn Write) -> Result<bo
     let checkpoint = Checkpoint::open(args.model.model.as_deref())?;
     crate::shard::TpPlan::new(checkpoint.config(), degree(args))?;
     let target = target(args, &checkpoint);
-    let tp = target.tp;
-    if args.model.json {
-        let faults = CATALOGUE.iter().map(|fault| {
-            let sites: Vec<String> = (fault.sites)(&target).iter().map(ToString::to_string).collect();
-            json!({ "kind": fault.kind, "about": fault.about, "tp": tp, "sites": sites })
-        });
-        let faults: Vec<serde_json::Value> = faults.collect();
-        write_json(out, &faults)?;
-        return Ok(true);
-    }
-    for fault in CATALOGUE {
-        let sites = (fault.sites)(&target);
-        writeln!(out, "{}: {}; {} sites at tp {tp}", fault.kind, fault.about, sites.len())?;
-        for site in sites {
-            writeln!(out, "  {}@{site}", fault.kind)?;
-        }
-    }
+    let kinds = CATALOGUE.iter().map(|fault| {
+        let sites = (fault.sites)(&target).iter().map(ToString::to_string).collect();
+        Kind { kind: fault.kind, about: fault.about, tp: target.tp, sites }
+    });
+    emit(&Kinds(kinds.collect()), args.model.json, out)?;
     Ok(true)
 }
 
@@ -102,7 +115,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;
     let target = args.target.as_deref().map(dump::read).transpose()?;
     for note in target.iter().flat_map(|t| &t.notes) {
-        writeln!(std::io::stderr(), "lockstep: note: {note}")?;
+        console::note(note);
     }
     if let Some(t) = &target {
         same_model(&checkpoint, t)?;
@@ -144,11 +157,7 @@ fn recipe_of_dump(dump: &dump::Dump) -> Result<Recipe, CliError> {
     if let Some(known) = Recipe::named(stated) {
         return Ok(known);
     }
-    writeln!(
-        std::io::stderr(),
-        "lockstep: note: the dump's recipe {stated:?} is unknown here; judged as {}",
-        strict.name()
-    )?;
+    console::note(&format!("the dump's recipe {stated:?} is unknown here; judged as {}", strict.name()));
     Ok(strict)
 }
 
@@ -170,7 +179,7 @@ fn same_model(checkpoint: &Checkpoint, dump: &dump::Dump) -> Result<(), CliError
     ];
     for (name, found, own) in stated {
         if let Some(found) = found.filter(|f| *f != own) {
-            writeln!(std::io::stderr(), "lockstep: note: the dump states {name} {found}, the model has {own}")?;
+            console::note(&format!("the dump states {name} {found}, the model has {own}"));
         }
     }
     Ok(())
@@ -236,34 +245,6 @@ fn parse_layers(text: &str, layers: usize) -> Result<Vec<usize>, CliError> {
     all.sort_unstable();
     all.dedup();
     Ok(all)
-}
-
-/// A bar on stderr; nothing when stderr is no terminal.
-pub(super) struct Bar(ProgressBar);
-
-impl Bar {
-    pub(super) fn new() -> Self {
-        let bar = ProgressBar::new(0);
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {bar:30} {pos}/{len} [{elapsed}]") {
-            bar.set_style(style);
-        }
-        bar.enable_steady_tick(Duration::from_millis(120));
-        Bar(bar)
-    }
-}
-
-impl Progress for Bar {
-    fn at(&self, what: &str, done: usize, all: usize) {
-        self.0.set_length(all as u64);
-        self.0.set_position(done as u64);
-        self.0.set_message(what.to_string());
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        self.0.finish_and_clear();
-    }
 }
 
 #[cfg(test)]

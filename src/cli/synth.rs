@@ -3,43 +3,60 @@
 use std::io::Write;
 use std::time::Instant;
 
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::SynthArgs;
-use super::subject::Bar;
-use super::{CliError, Exit, write_json};
+use super::console::Bar;
+use super::{CliError, Exit, emit};
 use crate::quant::QuantType;
-use crate::report::Progress;
-use crate::report::table::bytes;
+use crate::report::table::{bytes, rate};
+use crate::report::{Page, Progress, Record};
 use crate::synth::{self, GLM5, SMALL, Spec, Written};
 
 pub(super) fn run(args: &SynthArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let spec = spec(args)?;
     let start = Instant::now();
-    let bar = Bar::new();
-    let mib = |n: u64| (n >> 20) as usize;
-    let written = synth::write(&spec, &args.out, &|done, all| bar.at("MiB written", mib(done), mib(all)))?;
+    let bar = Bar::new("synth: ");
+    let Written { bytes, tensors } = synth::write(&spec, &args.out, &|done, all| bar.bytes("written", done, all))?;
     drop(bar);
-    let (Written { bytes: size, tensors }, seconds) = (written, start.elapsed().as_secs_f64());
-    if args.json {
-        let document = json!({
-            "path": args.out.display().to_string(), "bytes": size, "tensors": tensors, "seconds": seconds,
-            "layers": spec.layers, "dense_layers": spec.dense_layers, "experts": spec.widths.experts, "top_k": spec.widths.top_k,
-            "vocab": spec.widths.vocab, "seed": spec.seed,
-        });
-        write_json(out, &document)?;
-    } else {
-        let (path, speed) = (args.out.display(), size as f64 / 1e6 / seconds);
-        let (layers, dense, experts) = (spec.layers, spec.dense_layers, spec.widths.experts);
-        writeln!(
-            out,
-            "{path}: {}, {tensors} tensors, {layers} layers ({dense} dense), {experts} experts, seed {}; {seconds:.1} s, \
-             {speed:.0} MB/s",
-            bytes(size),
-            spec.seed
-        )?;
-    }
+    let record = Made {
+        path: args.out.display().to_string(),
+        bytes,
+        tensors,
+        seconds: start.elapsed().as_secs_f64(),
+        layers: spec.layers,
+        dense_layers: spec.dense_layers,
+        experts: spec.widths.experts,
+        top_k: spec.widths.top_k,
+        vocab: spec.widths.vocab,
+        seed: spec.seed,
+    };
+    emit(&record, args.json, out)?;
     Ok(Exit::Ok)
+}
+
+/// The file that was made.
+#[derive(Serialize)]
+struct Made {
+    path: String,
+    bytes: u64,
+    tensors: usize,
+    seconds: f64,
+    layers: u32,
+    dense_layers: u32,
+    experts: u32,
+    top_k: u32,
+    vocab: u32,
+    seed: u64,
+}
+
+impl Record for Made {
+    fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
+        let Made { path, bytes: size, tensors, seconds, layers, dense_layers: dense, experts, seed, .. } = self;
+        let how = format!("{seconds:.1} s, {}", rate(*size as f64 / seconds));
+        let what = format!("{tensors} tensors, {layers} layers ({dense} dense), {experts} experts, seed {seed}");
+        page.line(format!("{path}: {}, {what}; {how}", bytes(*size)))
+    }
 }
 
 fn spec(args: &SynthArgs) -> Result<Spec, CliError> {

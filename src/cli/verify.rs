@@ -3,15 +3,14 @@
 use std::io::Write;
 use std::time::Instant;
 
-use serde_json::json;
-
 use super::args::{StageArg, VerifyArgs};
-use super::subject::{Bar, device_name, engines, lists_faults, subject};
-use super::{CliError, Exit, write_json};
+use super::console::Bar;
+use super::subject::{engines, lists_faults, run_of, subject};
+use super::{CliError, Exit, console, emit, interrupt};
 #[cfg(feature = "cuda")]
 use crate::doctor;
-use crate::report::table::table;
-use crate::report::{Check, Progress, StageReport, Verdict};
+use crate::report::verification::Verification;
+use crate::report::{Look, Page, Progress, StageReport, Verdict, json};
 #[cfg(feature = "cuda")]
 use crate::verify::kernels::run as kernels;
 use crate::verify::{Subject, VerifyError, activations, asks, file, invariants, logits, tokenizer, weights};
@@ -35,7 +34,7 @@ fn host(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Verif
     crate::verify::host::run(subject, |gpus, cubins| {
         let request = doctor::gpus::Request { gpus, cubins, quick: true };
         let found = doctor::host::findings().into_iter().chain(doctor::gpus::run(&request, progress));
-        found.map(|f| f.check).collect()
+        found.collect()
     })
 }
 
@@ -57,124 +56,100 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if let Some(path) = &args.asks {
         subject.asks = asks::read(path).map_err(|e| CliError::Usage(format!("--asks: {e}")))?;
     }
-    let subject = subject;
-    let mut reports = Vec::new();
-    for (stage, name, run) in STAGES {
-        if args.stages.is_empty() || args.stages.contains(&stage) {
-            let start = Instant::now();
-            let bar = Bar::new();
-            let faulty = |r: &StageReport| r.verdict() >= Verdict::Divergent;
-            let host = |r: &StageReport| r.verdict() == Verdict::Host;
-            if reports.iter().any(host) {
-                let why = "this machine copies or adds wrongly (stage host), so that nothing else is judged";
-                reports.push(StageReport::unmeasured(name, why));
-                continue;
-            }
-            let mut report = match run(&subject, &bar) {
-                // What was found before says why this stage cannot run; it must not be lost.
-                Err(e) if reports.iter().any(faulty) => StageReport::unmeasured(name, e.to_string()),
-                other => other?,
-            };
-            report.seconds = start.elapsed().as_secs_f64();
-            reports.push(report);
+    let (subject, json) = (subject, args.subject.model.json);
+    let mut found = Verification {
+        run: run_of(&args.subject, &subject),
+        ids: subject.ids.clone(),
+        rows: subject.rows.clone(),
+        seed: subject.seed,
+        verdict: Verdict::Unmeasured,
+        exit: Exit::Unmeasured.code(),
+        incomplete: None,
+        stages: Vec::new(),
+        all: args.all,
+        advice: "",
+    };
+    let mut page = Page::new(out, Look::of_stdout());
+    let chosen: Vec<_> = STAGES.into_iter().filter(|s| args.stages.is_empty() || args.stages.contains(&s.0)).collect();
+    for (i, (_, name, run)) in chosen.iter().enumerate() {
+        keep(&found, json);
+        if i == 0 && !json {
+            found.head(&mut page)?;
         }
+        let start = Instant::now();
+        let is = |verdict| found.stages.iter().any(|r| r.verdict() >= verdict);
+        let result = if is(Verdict::Host) {
+            let why = "this machine copies or adds wrongly (stage host), so that nothing else is judged";
+            Ok(StageReport::unmeasured(name, why))
+        } else {
+            run(&subject, &Bar::new(format!("stage {} of {}, {name}: ", i + 1, chosen.len())))
+        };
+        let mut report = match result {
+            Ok(report) => report,
+            // What was found before says why this stage cannot run; it must not be lost.
+            Err(e) if is(Verdict::Divergent) => StageReport::unmeasured(name, e.to_string()),
+            Err(e) if i == 0 => return Err(e.into()),
+            Err(e) => {
+                interrupt::end_if_stopping();
+                found.cut(format!("stage {name}: {e}"), Exit::Usage.code());
+                break;
+            }
+        };
+        report.seconds = start.elapsed().as_secs_f64();
+        if !json {
+            Verification::stage(&report, &mut page)?;
+        }
+        found.add(report);
     }
-    let exit = exit_of(&reports, args);
-    let device = device_name(&args.subject, &subject);
-    if args.subject.model.json {
-        write_json(out, &document(&subject, &device, &reports, exit))?;
-    } else {
-        print(&subject, &device, &reports, args.all, exit, out)?;
+    let exit = if found.incomplete.is_some() { Exit::Usage } else { exit_of(&found, args) };
+    found.exit = exit.code();
+    found.advice = advice(&found, exit, subject.baseline.is_some());
+    match json {
+        true => emit(&found, true, out)?,
+        false => interrupt::finally(|| found.foot(&mut page).and_then(|()| page.flush()))?,
+    }
+    if let Some(why) = &found.incomplete {
+        console::error(why);
     }
     Ok(exit)
 }
 
+/// What is said if the run is stopped now: the stages that ended.
+fn keep(found: &Verification, json: bool) {
+    let mut found = found.clone();
+    interrupt::so_far(move |out, why, exit| {
+        found.cut(why.into(), exit);
+        match json {
+            true => json::write(out, &found),
+            false => found.foot(&mut Page::new(out, Look::of_stdout())),
+        }
+    });
+}
+
 /// The exit code: a fault beats what was not measured, which beats success.
-fn exit_of(reports: &[StageReport], args: &VerifyArgs) -> Exit {
-    let worst = reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured);
-    let drift = reports.iter().any(|r| r.checks.iter().any(|c| c.verdict == Verdict::Drift));
+fn exit_of(found: &Verification, args: &VerifyArgs) -> Exit {
+    let drift = found.stages.iter().any(|r| r.checks.iter().any(|c| c.verdict == Verdict::Drift));
     // A stage that was asked for by name and cannot apply was not shown.
-    let named_na = !args.stages.is_empty() && reports.iter().any(|r| r.verdict() == Verdict::NotApplicable);
-    match Exit::from(worst) {
+    let named_na = !args.stages.is_empty() && found.stages.iter().any(|r| r.verdict() == Verdict::NotApplicable);
+    match Exit::from(found.verdict) {
         _ if args.strict && drift => Exit::Fault,
         Exit::Ok if named_na => Exit::Unmeasured,
         exit => exit,
     }
 }
 
-fn print(
-    subject: &Subject,
-    device: &str,
-    reports: &[StageReport],
-    all: bool,
-    exit: Exit,
-    out: &mut dyn Write,
-) -> std::io::Result<()> {
-    writeln!(
-        out,
-        "{}: tp {}, {device}, recipe {}, attention {}, {}, rows judged with seed {}\n",
-        subject.checkpoint.name(),
-        subject.tp,
-        subject.recipe.name(),
-        subject.attention.name(),
-        subject.prompt,
-        subject.seed
-    )?;
-    let mut stages = table(&["stage", "verdict", ">checks", ">s", "what was seen"]);
-    for r in reports {
-        let seconds = format!("{:.1}", r.seconds);
-        stages.add_row([
-            r.stage.to_string(),
-            r.verdict().name().into(),
-            r.made.to_string(),
-            seconds,
-            r.summary.clone(),
-        ]);
-    }
-    writeln!(out, "{stages}")?;
-    let shown = |c: &&Check| all || !matches!(c.verdict, Verdict::Match | Verdict::NotApplicable);
-    let rows: Vec<(&str, &Check)> =
-        reports.iter().flat_map(|r| r.checks.iter().filter(shown).map(|c| (r.stage, c))).collect();
-    if !rows.is_empty() {
-        let mut checks = table(&["stage", "check", "verdict", "evidence"]);
-        let most = if all { usize::MAX } else { 20 };
-        for (stage, c) in rows.iter().take(most) {
-            checks.add_row([stage, c.name.as_str(), c.verdict.name(), &c.detail]);
-        }
-        writeln!(out, "\n{checks}")?;
-        if rows.len() > most {
-            writeln!(out, "and {} more; --all or --json shows every one", rows.len() - most)?;
-        }
-    }
-    let worst = reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured);
-    write!(out, "\nverdict: {}", worst.name())?;
+/// What there is to say behind the verdict.
+fn advice(found: &Verification, exit: Exit, has_baseline: bool) -> &'static str {
     let runs = |r: &&StageReport| matches!(r.stage, "weights" | "activations" | "invariants" | "logits");
-    let bisectable = reports.iter().filter(runs).any(|r| r.verdict() >= Verdict::Divergent);
-    match (worst, exit) {
-        (Verdict::Divergent | Verdict::Nondeterministic, _) if bisectable && subject.baseline.is_none() => {
-            writeln!(out, ". `lockstep bisect` with the same options names the fault.")
+    let bisectable = found.stages.iter().filter(runs).any(|r| r.verdict() >= Verdict::Divergent);
+    match (found.verdict, exit) {
+        (Verdict::Divergent | Verdict::Nondeterministic, _) if bisectable && !has_baseline => {
+            ". `lockstep bisect` with the same options names the fault."
         }
-        (Verdict::Drift, Exit::Fault) => writeln!(out, ", which --strict does not let pass (exit 1)"),
+        (Verdict::Drift, Exit::Fault) => ", which --strict does not let pass (exit 1)",
         (Verdict::Match | Verdict::Drift | Verdict::NotApplicable, Exit::Unmeasured) => {
-            writeln!(out, ", but a stage that was asked for does not apply (exit 3)")
+            ", but a stage that was asked for does not apply (exit 3)"
         }
-        _ => writeln!(out),
+        _ => "",
     }
-}
-
-fn document(subject: &Subject, device: &str, reports: &[StageReport], exit: Exit) -> serde_json::Value {
-    json!({
-        "model": subject.checkpoint.name(),
-        "tp": subject.tp,
-        "device": device,
-        "recipe": subject.recipe.name(),
-        "attention": subject.attention.name(),
-        "prompt": subject.prompt,
-        "ids": subject.ids,
-        "rows": subject.rows,
-        "seed": subject.seed,
-        "verdict": reports.iter().map(StageReport::verdict).max().unwrap_or(Verdict::Unmeasured).name(),
-        "exit": exit.code(),
-        "stages": reports.iter().map(StageReport::json).collect::<Vec<_>>(),
-    })
 }

@@ -14,6 +14,8 @@ use crate::checkpoint::oracle::Raw;
 use crate::engine::Engine;
 use crate::model::place::Unit;
 use crate::model::{Layout, params};
+use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, Fit, RuledOut, UNKNOWN};
+use crate::report::json::Number;
 use crate::report::{Progress, Verdict};
 use crate::verify::activations::{judge_all, sparse_activity};
 use crate::verify::feed::{Feed, Listen, feed};
@@ -23,94 +25,6 @@ use crate::verify::param_map::reference_of;
 use crate::verify::replay::{Seen, Unjudged};
 use crate::verify::subject::points_of;
 use crate::verify::{Subject, VerifyError};
-
-/// Whose fault something is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Blame {
-    /// The parameters'.
-    Data,
-    /// The settings'.
-    Configuration,
-    /// The operation's own.
-    Operation,
-}
-
-impl Blame {
-    /// In words.
-    pub fn text(self) -> &'static str {
-        match self {
-            Blame::Data => "the data; the operation itself is right",
-            Blame::Configuration => "the configuration; the operation itself is right",
-            Blame::Operation => "the operation; its data is right",
-        }
-    }
-}
-
-/// An explanation that fits.
-#[derive(Clone, Debug)]
-pub struct Explanation {
-    /// The kind of fault.
-    pub kind: &'static str,
-    /// Tensor, fused group or operation.
-    pub site: String,
-    /// Ranks that are affected.
-    pub ranks: Vec<usize>,
-    /// In words.
-    pub statement: String,
-    /// What would overturn it.
-    pub overturn: String,
-    /// Residual under the hypothesis, in its own floors, and the limit.
-    pub rho: (f64, f64),
-    /// Whose fault it is.
-    pub of: Blame,
-    /// True where no finite value was left and the bytes read back from the device decided.
-    pub by_bytes: bool,
-}
-
-/// A hypothesis that was tried and does not fit.
-#[derive(Clone, Debug)]
-pub struct RuledOut {
-    /// The kind of fault.
-    pub kind: &'static str,
-    /// How many forms of it were tried.
-    pub tried: usize,
-    /// The smallest residual of them.
-    pub rho: f64,
-}
-
-/// The first operation that diverges.
-#[derive(Clone, Debug)]
-pub struct Culprit {
-    /// What was found there.
-    pub finding: OpFinding,
-    /// Parts of the result that diverge: heads, slots or channel blocks, in words.
-    pub region: String,
-    /// The explanation, if one fits.
-    pub explanation: Option<Explanation>,
-    /// Other kinds that fit as well and cannot be told apart from captures of this operation.
-    pub also: Vec<String>,
-    /// What does not fit.
-    pub ruled_out: Vec<RuledOut>,
-}
-
-/// The whole verdict.
-#[derive(Clone, Debug)]
-pub struct Bisection {
-    /// MATCH, DIVERGENT, NONDETERMINISTIC or UNMEASURED.
-    pub verdict: Verdict,
-    /// The first operation that diverges.
-    pub culprit: Option<Culprit>,
-    /// Other operations that are wrong in their own right (each was judged from its own inputs).
-    pub others: Vec<OpFinding>,
-    /// Operations judged.
-    pub judged: usize,
-    /// Operations that could not be judged, because their inputs are missing, not finite or all zeros.
-    pub unmeasured: usize,
-    /// Whether sparse attention was active, in words.
-    pub sparse: Option<String>,
-    /// Where runs of the same input part, if they do.
-    pub parts_at: Option<String>,
-}
 
 /// Runs the bisection.
 ///
@@ -123,7 +37,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
         others: Vec::new(),
         judged: 0,
         unmeasured: 0,
-        sparse: None,
+        sparse_attention: None,
         parts_at: match subject.target {
             Some(_) => None,
             None => nondeterminism(subject, progress)?,
@@ -134,15 +48,15 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
     }
     let raw = &Raw(subject.checkpoint.source());
     let mut seen: Vec<OpFinding> = Vec::new();
-    judge_all(subject, "bisect", progress, &mut |judge, finding, trace| {
-        found.judged += usize::from(finding.verdict != Verdict::NotApplicable);
+    judge_all(subject, progress, &mut |judge, finding, trace| {
+        found.judged += usize::from(!matches!(finding.verdict, Verdict::NotApplicable | Verdict::Unmeasured));
         found.unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
         if finding.verdict != Verdict::Divergent {
             seen.push(finding);
             return Ok(());
         }
         if found.culprit.is_some() {
-            found.others.push(finding);
+            found.others.push(finding.place.to_string());
             return Ok(());
         }
         let ranks = match finding.ranks.is_empty() {
@@ -162,7 +76,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
         // What did not run cannot be cleared; a dense run by choice is neutral.
         (None, ..) => drift.chain([sparse.verdict, Verdict::Match]).max().unwrap_or(Verdict::Unmeasured),
     };
-    Ok(Bisection { sparse: Some(sparse.detail), ..found })
+    Ok(Bisection { sparse_attention: Some(sparse.detail), ..found })
 }
 
 /// Runs the same input three times on one engine and says where the bits part.
@@ -170,7 +84,7 @@ fn nondeterminism(subject: &Subject, progress: &dyn Progress) -> Result<Option<S
     let mut engine = subject.engine()?;
     let listen = Listen::Digests(points_of(subject.layers.clone()));
     let mut run = |i| {
-        progress.at("bisect: same input three times", i, 3);
+        progress.at("runs of the same input", i, 3);
         feed(&mut engine, &Feed::whole(&subject.ids), &listen)
     };
     let first = run(0)?;
@@ -239,7 +153,7 @@ fn engine<'a>(made: &'a mut Option<Engine>, subject: &Subject) -> Result<&'a Eng
 fn explain(
     subject: &Subject,
     op: &OpContext<'_>,
-    mut finding: OpFinding,
+    finding: OpFinding,
     region: String,
     progress: &dyn Progress,
 ) -> Result<Culprit, VerifyError> {
@@ -248,7 +162,7 @@ fn explain(
     let overflows = nonfinite(op);
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     for (i, hypotheses) in EXPLANATIONS.iter().enumerate() {
-        progress.at("bisect: hypotheses", i, EXPLANATIONS.len());
+        progress.at("kinds of faults tried", i, EXPLANATIONS.len());
         for h in hypotheses(op) {
             let Some(residual) = op.residual(&h)? else { continue };
             let (deciding, whole) = (residual.deciding(), residual.whole);
@@ -262,12 +176,13 @@ fn explain(
             };
             if (decisive && rho <= most) || by_bytes {
                 let Hypothesis { kind, site, ranks, statement, overturn, alter, .. } = h;
-                let of = match alter {
+                let blame = match alter {
                     Alter::Weights(_) => Blame::Data,
                     Alter::Config(_) => Blame::Configuration,
                     Alter::Options(_) | Alter::Missing(_) => Blame::Operation,
                 };
-                fits.push(Explanation { kind, site, ranks, statement, overturn, rho: (rho, most), of, by_bytes });
+                let (fit, overturned_by) = (Fit { rho, limit: most }, overturn);
+                fits.push(Explanation { kind, site, statement, ranks, fit, blame, by_bytes, overturned_by });
             } else {
                 let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));
                 // A prediction that is not finite came near to nothing.
@@ -277,23 +192,38 @@ fn explain(
         }
     }
     // A lost contribution and zeros for the data that it is made from predict the same values: the bytes decide.
-    if subject.target.is_none() && fits.iter().any(|f| f.of == Blame::Data) && fits.iter().any(|f| f.of != Blame::Data)
+    if subject.target.is_none()
+        && fits.iter().any(|f| f.blame == Blame::Data)
+        && fits.iter().any(|f| f.blame != Blame::Data)
     {
         let engine = engine(&mut made, subject)?;
         let held = |rank, layer, param| held(engine, subject, rank, layer, param);
-        fits.retain(|f| (f.of == Blame::Data) != op.is_as_in_file(&f.ranks, &held));
+        fits.retain(|f| (f.blame == Blame::Data) != op.is_as_in_file(&f.ranks, &held));
     }
     // The best fit first; where several fit alike, the one that explains most ranks.
-    let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.rho.0 / e.rho.1 };
+    let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.fit.rho / e.fit.limit };
     fits.sort_by(|a, b| share(a).total_cmp(&share(b)).then(b.ranks.len().cmp(&a.ranks.len())));
     let mut fits = fits.into_iter();
     let explanation = fits.next();
     let what = |f: &Explanation| (f.kind, f.site.clone(), f.statement.clone());
-    let fits = fits.filter(|f| explanation.as_ref().is_none_or(|e| what(e) != what(f)));
-    let also = fits.map(|f| format!("{} at {}: {} (rho {:.2})", f.kind, f.site, f.statement, f.rho.0)).collect();
-    let ruled_out = misses.into_iter().map(|(kind, (tried, rho))| RuledOut { kind, tried, rho }).collect();
-    if let Some(e) = explanation.as_ref().filter(|_| op.is_reduced() || op.place.point.layout() == Layout::Replicated) {
-        finding.ranks.clone_from(&e.ranks);
-    }
-    Ok(Culprit { finding, region, explanation, also, ruled_out })
+    let fits_as_well = fits.filter(|f| explanation.as_ref().is_none_or(|e| what(e) != what(f))).collect();
+    let ruled = |(kind, (tried, rho))| RuledOut { kind, tried, best_rho: Number(rho) };
+    let whole = op.is_reduced() || op.place.point.layout() == Layout::Replicated;
+    let OpFinding { place, rho: (rho, most), ranks, mut tokens, detail, .. } = finding;
+    tokens.sort_unstable();
+    tokens.dedup();
+    Ok(Culprit {
+        kind: explanation.as_ref().map_or(UNKNOWN, |e| e.kind),
+        place: place.to_string(),
+        layer: place.layer(),
+        operation: place.point.name(),
+        ranks: explanation.as_ref().filter(|_| whole).map_or(ranks, |e| e.ranks.clone()),
+        tokens,
+        region,
+        error: Fit { rho, limit: most },
+        evidence: detail,
+        explanation,
+        fits_as_well,
+        ruled_out: misses.into_iter().map(ruled).collect(),
+    })
 }

@@ -7,10 +7,10 @@ use serde_json::{Value as Json, json};
 
 use super::probe::{Outcome, size};
 use super::watch::{PATIENCE, Watch, watched};
-use super::{Finding, copies, memory, nccl, peers, virtual_ranks};
+use super::{copies, memory, nccl, peers, virtual_ranks};
 use crate::device::cuda::cubin::Cubins;
 use crate::device::cuda::gpu::{Gpu, GpuError};
-use crate::report::{Progress, Verdict};
+use crate::report::{Check, Progress, Verdict};
 
 /// Memory in use that our own context does not explain.
 const OTHERS: usize = 2 << 30;
@@ -27,7 +27,7 @@ pub struct Request {
 
 /// The findings so far, and whether something hung.
 struct Findings<'a> {
-    all: Vec<Finding>,
+    all: Vec<Check>,
     stuck: bool,
     progress: &'a dyn Progress,
     steps: usize,
@@ -39,17 +39,17 @@ impl Findings<'_> {
         &mut self,
         name: &str,
         work: impl FnOnce(&Watch) -> Result<Outcome, GpuError> + Send + 'static,
-    ) -> Option<Finding> {
+    ) -> Option<Check> {
         if self.stuck {
             return None;
         }
         self.progress.at(name, self.all.len().min(self.steps), self.steps);
         Some(match watched(PATIENCE, name, work) {
-            Ok(Outcome { wrong: Some(wrong), data, .. }) => Finding::new(name, Verdict::Host, wrong, data),
-            Ok(Outcome { wrong: None, evidence, data }) => Finding::new(name, Verdict::Match, evidence, data),
+            Ok(Outcome { wrong: Some(wrong), data, .. }) => Check::new(name, Verdict::Host, wrong).with(data),
+            Ok(Outcome { wrong: None, evidence, data }) => Check::new(name, Verdict::Match, evidence).with(data),
             Err(e) => {
                 self.stuck = matches!(e, GpuError::Stuck { .. });
-                Finding::plain(name, verdict_of(&e), e.to_string())
+                Check::new(name, verdict_of(&e), e.to_string())
             }
         })
     }
@@ -83,7 +83,7 @@ const ALONE: [(&str, Work); 4] = [
 ];
 
 /// Runs every check that the GPUs allow; at least one GPU.
-pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Finding> {
+pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Check> {
     let quick = request.quick;
     let mut ordinals = request.gpus.clone();
     ordinals.sort_unstable();
@@ -115,7 +115,7 @@ pub fn run(request: &Request, progress: &dyn Progress) -> Vec<Finding> {
     sums(&gpus, quick, &mut f);
     if f.stuck {
         let text = "something hung before; what came behind it was not run";
-        f.all.push(Finding::plain("further checks", Verdict::Unmeasured, text));
+        f.all.push(Check::new("further checks", Verdict::Unmeasured, text));
     }
     f.all
 }
@@ -132,13 +132,13 @@ fn card(gpu: &Gpu) -> Result<Outcome, GpuError> {
 }
 
 /// Memory that someone else holds may be a process that was left behind.
-fn warn_of_others(finding: &mut Finding) {
-    let number = |key: &str| finding.data[key].as_u64().map(|n| n as usize);
+fn warn_of_others(finding: &mut Check) {
+    let number = |key: &str| finding.data.get(key).and_then(Json::as_u64).map(|n| n as usize);
     if let (Some(total), Some(free)) = (number("memory_bytes"), number("free_bytes")) {
         let used = total.saturating_sub(free);
-        if used > OTHERS && finding.check.verdict == Verdict::Match {
-            finding.check.verdict = Verdict::Drift;
-            finding.check.detail += &format!("; {} are in use: is another process running there?", size(used));
+        if used > OTHERS && finding.verdict == Verdict::Match {
+            finding.verdict = Verdict::Drift;
+            finding.detail += &format!("; {} are in use: is another process running there?", size(used));
         }
     }
 }
@@ -147,7 +147,7 @@ fn warn_of_others(finding: &mut Finding) {
 fn pairs(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
     const NAME: &str = "copies between GPUs";
     if gpus.len() < 2 {
-        f.all.push(Finding::plain(NAME, Verdict::NotApplicable, "one GPU"));
+        f.all.push(Check::new(NAME, Verdict::NotApplicable, "one GPU"));
         return;
     }
     let (mut right, mut wrong) = (Vec::new(), 0);
@@ -156,7 +156,7 @@ fn pairs(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
             let name = format!("copies GPU {} to GPU {}", from.ordinal, to.ordinal);
             let (a, b) = (from.clone(), to.clone());
             match f.judge(&name, move |w| peers::pair(&a, &b, quick, w)) {
-                Some(found) if found.check.verdict == Verdict::Match => right.push(found.data),
+                Some(found) if found.verdict == Verdict::Match => right.push(Json::Object(found.data)),
                 Some(found) => {
                     wrong += 1;
                     f.all.push(found);
@@ -167,7 +167,7 @@ fn pairs(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
     }
     if !right.is_empty() {
         let detail = summary(&right, wrong);
-        f.all.push(Finding::new(NAME, Verdict::Match, detail, json!({ "pairs": right })));
+        f.all.push(Check::new(NAME, Verdict::Match, detail).with(json!({ "pairs": right })));
     }
 }
 
@@ -206,7 +206,7 @@ fn sums(gpus: &[Arc<Gpu>], quick: bool, f: &mut Findings) {
             ..=1 => (Verdict::NotApplicable, "one GPU, and no NCCL"),
             _ => (Verdict::Unmeasured, "no NCCL, and several GPUs need it"),
         };
-        f.all.push(Finding::plain(NAME, verdict, text));
+        f.all.push(Check::new(NAME, verdict, text));
         return;
     }
     if gpus.is_empty() {
@@ -238,9 +238,9 @@ mod tests {
     fn memory_that_others_hold_is_a_warning() {
         let card = |free: u64| {
             let data = json!({ "memory_bytes": 80u64 << 30, "free_bytes": free });
-            let mut finding = Finding::new("GPU 0", Verdict::Match, "a GPU", data);
+            let mut finding = Check::new("GPU 0", Verdict::Match, "a GPU").with(data);
             warn_of_others(&mut finding);
-            finding.check.verdict
+            finding.verdict
         };
         assert_eq!(card(79 << 30), Verdict::Match);
         assert_eq!(card(40 << 30), Verdict::Drift);
@@ -252,7 +252,7 @@ mod tests {
         let stuck = |_: &Watch| Err(GpuError::Stuck { last: "a copy".into(), waited: PATIENCE });
         f.check("first", stuck);
         f.check("second", |_| Err(GpuError::NoDriver));
-        assert!(f.stuck && f.all.len() == 1 && f.all[0].check.verdict == Verdict::Host);
+        assert!(f.stuck && f.all.len() == 1 && f.all[0].verdict == Verdict::Host);
     }
 
     struct Silent;

@@ -2,23 +2,22 @@
 
 use serde_json::json;
 
-use super::Finding;
 use crate::device::cpu::host::kib;
-use crate::report::Verdict;
 use crate::report::table::bytes;
+use crate::report::{Check, Verdict};
 
 /// Shared memory with less room than this fails ranks of several GPUs that talk through the host; containers often have 64 MiB.
 const LEAST_SHARED: u64 = 64 << 20;
 
 /// Shared memory and main memory.
-pub fn findings() -> Vec<Finding> {
+pub fn findings() -> Vec<Check> {
     vec![shared_memory(), main_memory()]
 }
 
-fn shared_memory() -> Finding {
+fn shared_memory() -> Check {
     const NAME: &str = "shared memory";
     match rustix::fs::statvfs("/dev/shm") {
-        Err(e) => Finding::plain(NAME, Verdict::NotApplicable, format!("/dev/shm cannot be looked at: {e}")),
+        Err(e) => Check::new(NAME, Verdict::NotApplicable, format!("/dev/shm cannot be looked at: {e}")),
         Ok(fs) => {
             let (size, free) = (fs.f_blocks.saturating_mul(fs.f_frsize), fs.f_bavail.saturating_mul(fs.f_frsize));
             let detail = format!("/dev/shm: {} free of {}", bytes(free), bytes(size));
@@ -30,20 +29,20 @@ fn shared_memory() -> Finding {
                     (Verdict::Drift, format!("{detail}: {advice}"))
                 }
             };
-            Finding::new(NAME, verdict, detail, json!({ "bytes": size, "free_bytes": free }))
+            Check::new(NAME, verdict, detail).with(json!({ "bytes": size, "free_bytes": free }))
         }
     }
 }
 
-fn main_memory() -> Finding {
+fn main_memory() -> Check {
     const NAME: &str = "main memory";
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match (kib(&text, "MemAvailable:"), kib(&text, "MemTotal:")) {
         (Some(free), Some(total)) => {
             let detail = format!("{} available of {}", bytes(free), bytes(total));
-            Finding::new(NAME, Verdict::Match, detail, json!({ "bytes": total, "available_bytes": free }))
+            Check::new(NAME, Verdict::Match, detail).with(json!({ "bytes": total, "available_bytes": free }))
         }
-        _ => Finding::plain(NAME, Verdict::NotApplicable, "/proc/meminfo does not say how much memory is available"),
+        _ => Check::new(NAME, Verdict::NotApplicable, "/proc/meminfo does not say how much memory is available"),
     }
 }
 

@@ -21,34 +21,3 @@ pub mod software;
 mod virtual_ranks;
 #[cfg(feature = "cuda")]
 mod watch;
-
-use serde_json::{Value as Json, json};
-
-use crate::report::{Check, Verdict};
-
-/// A check and what was measured on the way.
-#[derive(Clone, Debug)]
-pub struct Finding {
-    /// What, the verdict, the evidence.
-    pub check: Check,
-    /// Measurements for machines; bytes, seconds, bytes per second.
-    pub data: Json,
-}
-
-impl Finding {
-    /// A finding with its measurements.
-    pub fn new(name: impl Into<String>, verdict: Verdict, detail: impl Into<String>, data: Json) -> Self {
-        Finding { check: Check::new(name, verdict, detail), data }
-    }
-
-    /// A finding without any.
-    pub fn plain(name: impl Into<String>, verdict: Verdict, detail: impl Into<String>) -> Self {
-        Finding::new(name, verdict, detail, Json::Null)
-    }
-
-    /// For `--json`.
-    pub fn json(&self) -> Json {
-        let Check { name, verdict, detail, .. } = &self.check;
-        json!({ "name": name, "verdict": verdict.name(), "detail": detail, "data": self.data })
-    }
-}

@@ -5,26 +5,25 @@ use std::path::Path;
 use cudarc::driver::{CudaContext, sys};
 use serde_json::json;
 
-use super::Finding;
 use crate::device::cuda::cubin::{Cubins, nvrtc_version};
 use crate::device::cuda::gpu::{self, GpuError};
 use crate::device::cuda::libraries::why;
 use crate::device::cuda::nccl;
-use crate::report::Verdict;
+use crate::report::{Check, Verdict};
 
 /// Driver and GPUs: how many there are, and the finding.
-pub fn driver() -> (usize, Finding) {
+pub fn driver() -> (usize, Check) {
     const NAME: &str = "driver";
     match gpu::count() {
-        Err(e @ GpuError::NoDriver) => (0, Finding::plain(NAME, Verdict::NotApplicable, e.to_string())),
-        Err(e @ GpuError::OldDriver { .. }) => (0, Finding::plain(NAME, Verdict::Unmeasured, e.to_string())),
+        Err(e @ GpuError::NoDriver) => (0, Check::new(NAME, Verdict::NotApplicable, e.to_string())),
+        Err(e @ GpuError::OldDriver { .. }) => (0, Check::new(NAME, Verdict::Unmeasured, e.to_string())),
         Err(e) => {
             // A driver without any GPU is no fault; one that cannot say is.
             let none = CudaContext::device_count().is_err_and(|e| e.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE);
             let verdict = if none { Verdict::NotApplicable } else { Verdict::Host };
-            (0, Finding::plain(NAME, verdict, e.to_string()))
+            (0, Check::new(NAME, verdict, e.to_string()))
         }
-        Ok(0) => (0, Finding::plain(NAME, Verdict::NotApplicable, "the driver finds no GPU")),
+        Ok(0) => (0, Check::new(NAME, Verdict::NotApplicable, "the driver finds no GPU")),
         Ok(found) => {
             let mut cuda = 0;
             // SAFETY: the library is there; writes an integer.
@@ -35,7 +34,8 @@ pub fn driver() -> (usize, Finding) {
             let detail = format!("NVIDIA {}, CUDA {cuda}, {found} GPUs", version.unwrap_or("of unknown version"));
             (
                 found,
-                Finding::new(NAME, Verdict::Match, detail, json!({ "driver": version, "cuda": cuda, "gpus": found })),
+                Check::new(NAME, Verdict::Match, detail)
+                    .with(json!({ "driver": version, "cuda": cuda, "gpus": found })),
             )
         }
     }
@@ -49,14 +49,14 @@ fn kernel_module(text: &str) -> Option<&str> {
 }
 
 /// NVRTC, NCCL and the cache.
-pub fn libraries(cubins: &Cubins) -> Vec<Finding> {
+pub fn libraries(cubins: &Cubins) -> Vec<Check> {
     let missing = |name: &str, library: &str, advice: &str| {
-        Finding::plain(name, Verdict::NotApplicable, format!("{}: {advice}", why(library)))
+        Check::new(name, Verdict::NotApplicable, format!("{}: {advice}", why(library)))
     };
     let nvrtc = match nvrtc_version() {
         Some((major, minor)) => {
             let version = format!("{major}.{minor}");
-            Finding::new("NVRTC", Verdict::Match, version.clone(), json!({ "version": version }))
+            Check::new("NVRTC", Verdict::Match, version.clone()).with(json!({ "version": version }))
         }
         None => missing(
             "NVRTC",
@@ -68,7 +68,7 @@ pub fn libraries(cubins: &Cubins) -> Vec<Finding> {
     let nccl = match nccl::version() {
         Some(code) => {
             let version = nccl_version(code);
-            Finding::new("NCCL", Verdict::Match, version.clone(), json!({ "version": version }))
+            Check::new("NCCL", Verdict::Match, version.clone()).with(json!({ "version": version }))
         }
         None => missing(
             "NCCL",
@@ -87,13 +87,13 @@ fn nccl_version(code: i32) -> String {
 }
 
 /// Can compiled kernels be kept? Nothing is made for the question: the first folder upwards that is there is asked.
-fn cache(path: &Path) -> Finding {
+fn cache(path: &Path) -> Check {
     const NAME: &str = "kernel cache";
     let there = path.ancestors().find(|p| p.exists()).unwrap_or(Path::new("/"));
     let data = json!({ "path": path.display().to_string() });
     match rustix::fs::access(there, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK) {
         Ok(()) if there.is_dir() => {
-            Finding::new(NAME, Verdict::Match, format!("{} can be written", path.display()), data)
+            Check::new(NAME, Verdict::Match, format!("{} can be written", path.display())).with(data)
         }
         other => {
             let why = other.err().map_or("is no folder".into(), |e| e.to_string());
@@ -102,7 +102,7 @@ fn cache(path: &Path) -> Finding {
                 path.display(),
                 there.display()
             );
-            Finding::new(NAME, Verdict::Drift, detail, data)
+            Check::new(NAME, Verdict::Drift, detail).with(data)
         }
     }
 }
@@ -123,12 +123,12 @@ mod tests {
     #[test]
     fn a_cache_below_a_file_is_a_warning() {
         let dir = std::env::temp_dir();
-        assert_eq!(cache(&dir.join("not-there/cubins")).check.verdict, Verdict::Match);
+        assert_eq!(cache(&dir.join("not-there/cubins")).verdict, Verdict::Match);
         let file = dir.join(format!("lockstep-doctor-{}", std::process::id()));
         std::fs::write(&file, b"x").unwrap();
         let found = cache(&file.join("cubins"));
         std::fs::remove_file(&file).unwrap();
-        assert_eq!(found.check.verdict, Verdict::Drift);
-        assert!(found.check.detail.contains("XDG_CACHE_HOME"));
+        assert_eq!(found.verdict, Verdict::Drift);
+        assert!(found.detail.contains("XDG_CACHE_HOME"));
     }
 }

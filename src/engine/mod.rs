@@ -16,11 +16,12 @@ mod step;
 mod weights;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use crate::device::Recipe;
 pub use crate::model::Attention;
 use arch::Model;
-pub use backend::{Backend, CpuBackend, Engines, Ranks};
+pub use backend::{Backend, CpuBackend, Engines, Ranks, Told};
 use kv::{CacheFull, KvPool, PAGE};
 use rank::{Answer, RankThread};
 use step::{Ended, Forward};
@@ -146,7 +147,7 @@ impl Engine {
         let pages = options.cache_tokens.div_ceil(PAGE) + options.sequences - 1;
         let (tokens, sequences) = (options.chunk, options.sequences);
         let limits = Limits { tokens, sequences, logits: tokens, pages, page: PAGE };
-        let Ranks { devices, comm, recipe } = ranks;
+        let Ranks { devices, comm, recipe, told } = ranks;
         let model =
             |rank| Model::new(checkpoint(rank).config(), plan.as_ref(), rank, options.attention, recipe, limits);
         let models: Vec<Model> = (0..devices.len()).map(model).collect();
@@ -156,11 +157,18 @@ impl Engine {
             models.first().map(|model| step::fused(model, id, &|_| Want::Nothing).calls.len())
         };
         let fuses = calls(false) < calls(true);
+        let progress =
+            Arc::new(Loading { told, done: AtomicUsize::new(0), all: models.iter().map(|m| m.weights.len()).sum() });
         let mut ranks = Vec::with_capacity(devices.len());
         let mut loading = Vec::with_capacity(devices.len());
         for (rank, (device, model)) in devices.into_iter().zip(models).enumerate() {
             let (checkpoint, plan, around) = (checkpoint(rank), plan.clone(), around(rank));
-            let load = move || Forward::new(&checkpoint, plan.as_ref(), rank, model, limits, device, around);
+            let progress = progress.clone();
+            let load = move || {
+                let one = || progress.one();
+                let forward = Forward::new(&checkpoint, plan.as_ref(), rank, model, limits, device, &one)?;
+                Ok(forward.within(around))
+            };
             let (thread, loaded) = RankThread::spawn(rank, comm.clone(), load)?;
             ranks.push(thread);
             loading.push(loaded);
@@ -290,6 +298,20 @@ impl Engine {
     pub fn read_weight(&self, rank: usize, param: Param) -> Result<(Vec<u8>, Columns), EngineError> {
         let thread = self.ranks.get(rank).ok_or(EngineError::RankGone { rank })?;
         thread.ask(move |forward| forward.read_weight(param)).wait()
+    }
+}
+
+/// How many weights all ranks have loaded.
+struct Loading {
+    told: Told,
+    done: AtomicUsize,
+    all: usize,
+}
+
+impl Loading {
+    fn one(&self) {
+        let done = self.done.fetch_add(1, Ordering::Relaxed) + 1;
+        self.told.iter().for_each(|told| told.at("weights loaded to ranks", done, self.all));
     }
 }
 

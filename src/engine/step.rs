@@ -54,14 +54,19 @@ impl Forward {
         model: Model,
         limits: Limits,
         mut device: Box<dyn Device>,
-        around: Option<Box<dyn Around>>,
+        loaded: &dyn Fn(),
     ) -> Result<Self, EngineError> {
-        let mut weights = Weights::load(checkpoint, plan, &model, device.as_mut(), rank)?;
+        let mut weights = Weights::load(checkpoint, plan, &model, device.as_mut(), rank, loaded)?;
         device.alloc(&model.stores, limits)?;
         weights.fill(checkpoint, &model, device.as_mut())?;
         let ahead = StepShape::exact(&Batch::default());
         let (config, tp, programs) = (checkpoint.config().clone(), plan.tp(), HashMap::new());
-        Ok(Forward { config, tp, rank, limits, model, device, around, weights, programs, ahead })
+        Ok(Forward { config, tp, rank, limits, model, device, around: None, weights, programs, ahead })
+    }
+
+    /// With somebody around the device, if anybody.
+    pub(super) fn within(self, around: Option<Box<dyn Around>>) -> Self {
+        Forward { around, ..self }
     }
 
     /// Runs a batch through all layers.

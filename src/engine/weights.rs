@@ -24,7 +24,7 @@ enum At {
 pub(super) struct Weights(HashMap<Param, At>);
 
 impl Weights {
-    /// Loads the resident parameters that `rank` holds.
+    /// Loads the resident parameters that `rank` holds, and says `loaded` after each weight.
     ///
     /// # Errors
     /// Parameters that are missing, of the wrong shape or of an unreadable type; a device that refuses them.
@@ -34,6 +34,7 @@ impl Weights {
         model: &Model,
         device: &mut dyn Device,
         rank: usize,
+        loaded: &dyn Fn(),
     ) -> Result<Self, EngineError> {
         let c = checkpoint.config();
         let mut places = HashMap::new();
@@ -45,6 +46,7 @@ impl Weights {
             };
             let parts = joined.into_iter().map(|p| part(checkpoint, plan, p, rank));
             device.load(parts.collect::<Result<_, _>>()?)?;
+            loaded();
             places.extend(canonical.into_iter().enumerate().map(|(i, p)| (p, At::Part(WeightId(id), i))));
         }
         Ok(Weights(places))

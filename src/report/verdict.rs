@@ -1,6 +1,9 @@
 //! Verdicts, checks and what a stage reports.
 
-use serde_json::{Value as Json, json};
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value as Json, json};
+
+use super::json::Number;
 
 /// What was found. Ordered from best to worst, as a stage's verdict is the worst of its checks'.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,6 +27,23 @@ pub enum Verdict {
 }
 
 impl Verdict {
+    /// All of them, from best to worst.
+    pub const ALL: [Verdict; 8] = [
+        Verdict::NotApplicable,
+        Verdict::Match,
+        Verdict::Drift,
+        Verdict::Inactive,
+        Verdict::Unmeasured,
+        Verdict::Divergent,
+        Verdict::Nondeterministic,
+        Verdict::Host,
+    ];
+
+    /// That with this word.
+    pub fn named(word: &str) -> Option<Self> {
+        Verdict::ALL.into_iter().find(|v| v.name() == word)
+    }
+
     /// The word in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
@@ -39,6 +59,25 @@ impl Verdict {
     }
 }
 
+impl Verdict {
+    /// Its colour, one of the terminal's palette.
+    pub(super) fn colour(self) -> u8 {
+        match self {
+            Verdict::NotApplicable => 8,
+            Verdict::Match => 2,
+            Verdict::Drift => 3,
+            Verdict::Inactive | Verdict::Unmeasured => 5,
+            Verdict::Divergent | Verdict::Nondeterministic | Verdict::Host => 1,
+        }
+    }
+}
+
+impl Serialize for Verdict {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 /// One thing that was checked.
 #[derive(Clone, Debug)]
 pub struct Check {
@@ -50,31 +89,43 @@ pub struct Check {
     pub detail: String,
     /// Error in units of the noise floor and its limit, where that is how it was judged.
     pub rho: Option<(f64, f64)>,
+    /// The evidence as data: what was measured, at which rank, rows, tensor; bytes, seconds, bytes per second.
+    pub data: Map<String, Json>,
 }
 
 impl Check {
     /// A check judged by something exact.
     pub fn exact(name: impl Into<String>, good: bool, detail: impl Into<String>) -> Self {
-        let verdict = if good { Verdict::Match } else { Verdict::Divergent };
-        Check { name: name.into(), verdict, detail: detail.into(), rho: None }
+        Check::new(name, if good { Verdict::Match } else { Verdict::Divergent }, detail)
     }
 
     /// A check with a verdict of its own.
     pub fn new(name: impl Into<String>, verdict: Verdict, detail: impl Into<String>) -> Self {
-        Check { name: name.into(), verdict, detail: detail.into(), rho: None }
+        Check { name: name.into(), verdict, detail: detail.into(), rho: None, data: Map::new() }
     }
 
-    fn json(&self) -> Json {
-        json!({
-            "name": self.name, "verdict": self.verdict.name(), "detail": self.detail,
-            "rho": self.rho.map(|r| finite(r.0)), "limit": self.rho.map(|r| finite(r.1)),
-        })
+    /// Judged by the noise floor: the error in its units, and the limit.
+    pub fn of_floor(self, rho: (f64, f64)) -> Self {
+        Check { rho: Some(rho), ..self }
+    }
+
+    /// With evidence for machines; what is no object is passed over.
+    pub fn with(mut self, data: Json) -> Self {
+        if let Json::Object(more) = data {
+            self.data.extend(more);
+        }
+        self
     }
 }
 
-/// JSON has no infinities.
-fn finite(x: f64) -> Json {
-    if x.is_finite() { json!(x) } else { json!(x.to_string()) }
+impl Serialize for Check {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        json!({
+            "name": self.name, "verdict": self.verdict, "detail": self.detail,
+            "rho": self.rho.map(|r| Number(r.0)), "limit": self.rho.map(|r| Number(r.1)), "data": self.data,
+        })
+        .serialize(serializer)
+    }
 }
 
 /// What a stage found.
@@ -120,13 +171,14 @@ impl StageReport {
         let share = |c: &Check| c.rho.map_or(f64::NEG_INFINITY, |(rho, limit)| rho / limit);
         self.checks.iter().filter(|c| c.rho.is_some()).max_by(|a, b| share(a).total_cmp(&share(b)))
     }
+}
 
-    /// For `--json`.
-    pub fn json(&self) -> Json {
+impl Serialize for StageReport {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         json!({
-            "stage": self.stage, "verdict": self.verdict().name(), "summary": self.summary,
-            "checks_made": self.made, "seconds": self.seconds,
-            "checks": self.checks.iter().map(Check::json).collect::<Vec<_>>(),
+            "stage": self.stage, "verdict": self.verdict(), "summary": self.summary,
+            "checks_made": self.made, "seconds": self.seconds, "checks": self.checks,
         })
+        .serialize(serializer)
     }
 }

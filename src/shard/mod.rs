@@ -188,7 +188,7 @@ pub trait ShardPlan: Send + Sync {
     fn parts(&self, group: Group, layer: usize, rank: usize) -> Vec<Param>;
 }
 
-/// The plan of section "tensor parallelism" in the README: every cut by the rules of [`Cut::of`].
+/// The plan that ARCHITECTURE.md describes under tensor parallelism: every cut by the rules of [`Cut::of`].
 #[derive(Clone, Debug)]
 pub struct TpPlan {
     config: Config,

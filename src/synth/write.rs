@@ -1,7 +1,7 @@
 //! The file: header, then tensors one after another. Values are made in parallel in a few large buffers, and one thread
 //! writes those that are full, so that the slower of disk and processors sets the pace.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -14,6 +14,7 @@ use super::vocabulary::LEAST_VOCAB;
 use super::{Spec, SynthError, header};
 use crate::gguf::write as gguf;
 use crate::gguf::write::NewTensor;
+use crate::partial::Partial;
 
 const ALIGNMENT: u64 = 32;
 /// Buffers in use at once, and the size from which one is handed on: 192 MB and a piece each.
@@ -43,22 +44,21 @@ pub fn write(spec: &Spec, path: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     let (table, fills): (Vec<NewTensor>, Vec<Fill>) = header::tensors(spec, &metadata)?.into_iter().unzip();
     let taken = || path.symlink_metadata().is_ok().then(|| SynthError::Exists { path: path.into() });
     taken().map_or(Ok(()), Err)?;
-    let (part, mut file) = Part::create(path)?;
+    let (part, mut file) = create(path)?;
     let io = |doing| move |source| SynthError::Io { path: part_name(path), doing, source };
     let mut head = Vec::new();
     gguf::header(&mut head, ALIGNMENT, &metadata, &table).map_err(io("lay out"))?;
     // The header refuses rows that are not whole blocks; what has no size has no room either.
     let padded = |t: &NewTensor| t.bytes()?.checked_next_multiple_of(ALIGNMENT);
     let all = table.iter().try_fold(head.len() as u64, |sum, t| sum.checked_add(padded(t)?)).unwrap_or(u64::MAX);
-    room(&part.0, all)?; // before there is a list of its pieces
+    room(part.path(), all)?; // before there is a list of its pieces
     let pieces: Vec<Piece> = table.iter().zip(&fills).flat_map(|(t, f)| Piece::of(t, f)).collect();
     file.write_all(&head).map_err(io("write"))?;
     let start = head.len() as u64;
     emit(&pieces, &mut file, &|done| progress(start + done, all)).map_err(io("write"))?;
     drop(file);
     taken().map_or(Ok(()), Err)?; // in the meantime somebody may have come first
-    fs::rename(&part.0, path).map_err(io("rename"))?;
-    part.keep();
+    part.publish(path).map_err(io("rename"))?;
     Ok(Written { bytes: all, tensors: table.len() })
 }
 
@@ -102,29 +102,13 @@ fn part_name(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// A file that is removed unless it was kept.
-struct Part(PathBuf);
-
-impl Part {
-    /// A new file; one that is there belongs to another run, or to one that was killed.
-    fn create(path: &Path) -> Result<(Part, File), SynthError> {
-        let part = part_name(path);
-        match File::create_new(&part) {
-            Ok(file) => Ok((Part(part), file)),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(SynthError::Left { path: part }),
-            Err(source) => Err(SynthError::Io { path: part, doing: "create", source }),
-        }
-    }
-
-    fn keep(self) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0); // the error that led here is the one to be told
-    }
+/// A new file; one that is there belongs to another run, or to one that was killed.
+fn create(path: &Path) -> Result<(Partial, File), SynthError> {
+    let part = part_name(path);
+    Partial::create(part.clone(), |p| File::create_new(p)).map_err(|source| match source.kind() {
+        io::ErrorKind::AlreadyExists => SynthError::Left { path: part },
+        _ => SynthError::Io { path: part, doing: "create", source },
+    })
 }
 
 /// Whole blocks of one tensor, and the padding behind the last of them.
@@ -266,15 +250,13 @@ mod tests {
     }
 
     #[test]
-    fn a_part_goes_unless_it_is_kept() {
+    fn a_part_of_another_run_is_left_alone() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("m.gguf");
-        let (part, _) = Part::create(&path).expect("a file");
-        assert!(matches!(Part::create(&path), Err(SynthError::Left { .. })), "another run's");
+        let (part, _) = create(&path).expect("a file");
+        assert!(matches!(create(&path), Err(SynthError::Left { .. })), "another run's");
+        assert!(part_name(&path).exists());
         drop(part);
         assert!(!part_name(&path).exists());
-        let (part, _) = Part::create(&path).expect("a file");
-        part.keep();
-        assert!(part_name(&path).exists());
     }
 }

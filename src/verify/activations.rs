@@ -30,7 +30,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let made = findings.iter().filter(|f| f.verdict != Verdict::NotApplicable).count();
     let mut checks: Vec<Check> = findings
         .iter()
-        .map(|f| Check { name: f.place.to_string(), verdict: f.verdict, detail: f.detail.clone(), rho: Some(f.rho) })
+        .map(|f| Check::new(f.place.to_string(), f.verdict, f.detail.clone()).of_floor(f.rho).with(f.data()))
         .collect();
     checks.push(sparse_activity(subject, &findings));
     let report = StageReport { stage: "activations", summary: String::new(), checks, made, seconds: 0.0 };
@@ -82,7 +82,7 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
 /// As [`run`].
 pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFinding>, VerifyError> {
     let mut all = Vec::new();
-    judge_all(subject, "activations", progress, &mut |_, finding, _| {
+    judge_all(subject, progress, &mut |_, finding, _| {
         all.push(finding);
         Ok(())
     })?;
@@ -92,7 +92,6 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
 /// Hands out every operation's finding, in the order of the forward pass, with its judge and the run that it is of.
 pub(crate) fn judge_all(
     subject: &Subject,
-    what: &str,
     progress: &dyn Progress,
     each: &mut dyn FnMut(&Judge<'_>, OpFinding, &Trace) -> Result<(), VerifyError>,
 ) -> Result<(), VerifyError> {
@@ -108,7 +107,7 @@ pub(crate) fn judge_all(
         let places = lockstep_reference::points(config, options);
         for place in places.iter().filter_map(|name| name.parse().ok()).filter(|place| shows(*place)) {
             let layer = place.layer().map_or(0, |l| l + 1);
-            progress.at(&format!("{what}: layers replayed"), layer, config.layers);
+            progress.at("layers replayed", layer, config.layers);
             let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
             each(&judge, finding, trace)?;
         }

@@ -14,7 +14,7 @@ use super::{Subject, VerifyError};
 use crate::checkpoint::{Binding, Checkpoint, Mtp};
 use crate::model::{Kind, Param, params};
 use crate::quant::QuantType;
-use crate::report::table::bytes;
+use crate::report::table::{bytes, plural};
 use crate::report::{Check, Progress, StageReport, Verdict};
 
 const STAGE: &str = "file";
@@ -211,9 +211,4 @@ fn dequantised(checkpoint: &Checkpoint) -> Check {
         }
     };
     Check::exact("dequantised", true, detail)
-}
-
-/// `1 file`, `2 files`.
-pub(crate) fn plural(n: usize, noun: &str) -> String {
-    if n == 1 { format!("1 {noun}") } else { format!("{n} {noun}s") }
 }

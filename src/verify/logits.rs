@@ -95,7 +95,7 @@ fn of_engine(subject: &Subject, progress: &dyn Progress, checks: &mut Vec<Check>
     let mut rows = 0;
     let count = prompts.len();
     for (i, (name, ids, more)) in prompts.into_iter().enumerate() {
-        progress.at(&format!("logits: {name}"), i, count);
+        progress.at("prompts compared", i, count);
         let more = more.min(context.saturating_sub(ids.len()));
         let run = continued(&mut engine, name, ids, more, checks)?;
         rows += run.until;
@@ -245,7 +245,7 @@ pub(super) fn judge(
         checks.push(top_one(&format!("greedy text, {name}"), floored, first - 1, &run.generated));
     }
     if let Some(other) = subject.baseline.as_ref().filter(|_| baseline) {
-        progress.at("logits: baseline", 0, 1);
+        progress.at("baseline", 0, 1);
         let none = Replacements::new();
         let other_run = reference_run::measure(&Plan::new(other, &run.fed.trace, &none, &[]), progress)?;
         checks.push(against(&format!("baseline {}", other.name()), &other_run, &reference, &target));
@@ -301,7 +301,7 @@ fn kl(name: &str, reference: &ReferenceRuns, floored: &Floored, target: &[Vec<f6
     } else {
         Verdict::Match
     };
-    Check { rho: Some((rho, limit(rows))), ..Check::new(name, verdict, detail) }
+    Check::new(name, verdict, detail).of_floor((rho, limit(rows)))
 }
 
 /// Compares a target's tokens from row `first` on with the most likely ones, where the reference is sure of its own.

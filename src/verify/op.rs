@@ -42,6 +42,16 @@ impl Unjudged {
     }
 }
 
+impl OpFinding {
+    /// Where, for machines.
+    pub(crate) fn data(&self) -> serde_json::Value {
+        let OpFinding { place, ranks, tokens, .. } = self;
+        serde_json::json!({
+            "layer": place.layer(), "operation": place.point.name(), "ranks": ranks, "tokens": tokens,
+        })
+    }
+}
+
 /// What a parameter becomes on a rank under a hypothesis; `None` leaves it as it is.
 pub type RankChange<'a> = dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a;
 

@@ -341,7 +341,7 @@ impl ReferenceRuns {
         } else {
             (Verdict::Match, figures)
         };
-        Check { rho: Some((shown.rho(), limit(shown.m))), ..Check::new(name, verdict, detail) }
+        Check::new(name, verdict, detail).of_floor((shown.rho(), limit(shown.m)))
     }
 
     /// Rows of the run.

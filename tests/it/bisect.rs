@@ -5,11 +5,12 @@ use crate::common::GLM5_NANO;
 use crate::common::running::open;
 use crate::common::subject::{Silent, over};
 use lockstep::checkpoint::Checkpoint;
-use lockstep::diagnose::bisect::{self, Bisection};
+use lockstep::diagnose::bisect;
 use lockstep::engine::{Attention, CpuBackend, Engines};
 use lockstep::faults::decorate::{Decorations, FaultyEngines};
 use lockstep::faults::{CATALOGUE, Injection, Target, inject};
 use lockstep::report::Verdict;
+use lockstep::report::bisection::Bisection;
 use lockstep::verify::Subject;
 use lockstep::verify::subject::{points_of, run_prompt};
 
@@ -55,14 +56,14 @@ fn assert_named(site: &str, kind: &str, layer: Option<usize>, op: &str, ranks: R
         if kind == "CONFIG_VALUE" {
             assert_eq!(explained.site, site.split(':').next().expect("a site"), "{at}: another setting");
         }
-        assert_eq!((culprit.finding.place.layer(), culprit.finding.place.point.name()), (layer, op), "{at}");
+        assert_eq!((culprit.layer, culprit.operation), (layer, op), "{at}");
         let expected: Vec<usize> = match ranks {
             Ranks::All => (0..tp).collect(),
             Ranks::Others => (1..tp).collect(),
             Ranks::One(rank) => vec![rank],
         };
-        assert_eq!(culprit.finding.ranks, expected, "{at}");
-        assert!(culprit.also.iter().all(|a| a.starts_with(kind)), "{at}: {:?}", culprit.also);
+        assert_eq!(culprit.ranks, expected, "{at}");
+        assert!(culprit.fits_as_well.iter().all(|e| e.kind == kind), "{at}: {:?}", culprit.fits_as_well);
     }
 }
 
@@ -110,7 +111,7 @@ fn a_setting_that_the_file_does_not_state() {
     // Two weights a token: it takes every row to have enough of them.
     let of = Subject { rows: (0..80).collect(), ..subject(2, faulty("CONFIG_VALUE@expert_scale=1:rank=1", 2)) };
     let culprit = bisect::run(&of, &Silent).expect("runs").culprit.expect("a culprit");
-    assert_eq!(culprit.finding.place.to_string(), "layers.1.ffn.expert_weights");
+    assert_eq!(culprit.place, "layers.1.ffn.expert_weights");
     let explained = culprit.explanation.expect("explained");
     assert_eq!(
         (explained.kind, explained.site.as_str(), &explained.ranks[..]),
@@ -129,7 +130,7 @@ fn sparse_attention_dropped() {
 #[test]
 fn sparse_attention_dropped_is_clean_within_top_k() {
     let found = bisect("DSA_INACTIVE@layers.4.attn.latent", 2);
-    let tokens = found.culprit.expect("a culprit").finding.tokens;
+    let tokens = found.culprit.expect("a culprit").tokens;
     assert!(tokens.iter().all(|t| *t >= 64) && !tokens.is_empty(), "{tokens:?}");
     let mut short = subject(2, faulty("DSA_INACTIVE@layers.4.attn.latent", 2));
     short.ids.truncate(64);
@@ -166,12 +167,12 @@ fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
         let mut subject = subject(2, faulty(typed, 2));
         let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
         assert_eq!(culprit.explanation.expect("explained").kind, kind);
-        assert!(culprit.also.is_empty(), "{typed}: {:?}", culprit.also);
+        assert!(culprit.fits_as_well.is_empty(), "{typed}: {:?}", culprit.fits_as_well);
         let mut engine = subject.engine().expect("an engine");
         subject.target = Some(run_prompt(&mut engine, &subject.ids, points_of(None)).expect("runs").0);
         let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
-        let both = [culprit.explanation.expect("explained").kind.to_string()].into_iter().chain(culprit.also);
-        let both: Vec<String> = both.filter_map(|f| f.split(' ').next().map(str::to_owned)).collect();
+        let all = culprit.explanation.iter().chain(&culprit.fits_as_well);
+        let both: Vec<&str> = all.map(|e| e.kind).collect();
         assert_eq!(both, ["NAME_MAP", "REDUCE_MISSED"], "{typed}");
     }
 }
@@ -191,7 +192,7 @@ fn what_no_kind_explains_is_unknown() {
     for site in ["layers.2.ffn.norm", "layers.1.attn.latent", "layers.3.attn.q_absorbed:rank=1"] {
         let culprit = bisect(&format!("OP_NOISE@{site}"), 2).culprit.expect("a culprit");
         let site = site.split(':').next().expect("a site");
-        assert_eq!(culprit.finding.place.to_string(), site);
+        assert_eq!(culprit.place, site);
         assert!(culprit.explanation.is_none(), "{site}: {:?}", culprit.explanation);
     }
 }

@@ -90,7 +90,7 @@ fn every_operation_can_be_damaged_and_is_found_where_it_is_shown() {
     let sites = sites(&programs);
     assert_eq!(sites.keys().copied().collect::<BTreeSet<_>>(), Op::NAMES.iter().copied().collect(), "all operations");
     for (op, (which, place)) in sites {
-        let engines = FaultyEngines(CpuBackend { ahead: 4 }, damaged(place, op));
+        let engines = FaultyEngines(CpuBackend::ahead(4), damaged(place, op));
         let of = with(PICO, TP, 40, engines);
         if matches!(op, "Sample" | "Share" | "Commit") {
             let report = invariants::run(&of, &Silent).expect("runs");
@@ -115,7 +115,7 @@ fn every_operation_can_be_damaged_and_is_found_where_it_is_shown() {
 /// The twin: the same engines without a fault.
 #[test]
 fn without_damage_nothing_is_found() {
-    let of = with(PICO, TP, 40, FaultyEngines(CpuBackend { ahead: 4 }, Decorations::default()));
+    let of = with(PICO, TP, 40, FaultyEngines(CpuBackend::ahead(4), Decorations::default()));
     let findings = activations::findings(&of, &Silent).expect("runs");
     let bad: Vec<Place> = findings.iter().filter(|f| f.verdict > Verdict::Match).map(|f| f.place).collect();
     assert!(bad.is_empty() && findings.len() > 60, "{bad:?} of {}", findings.len());

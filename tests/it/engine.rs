@@ -316,7 +316,8 @@ fn misbehave(instead: Instead, timeout: Duration) -> (EngineError, Duration) {
     let plan = Arc::new(TpPlan::new(checkpoint.config(), 4).expect("a plan"));
     let comm = Arc::new(Threads::new(4, timeout));
     let device = |rank| Box::new(CpuDevice::new(rank, comm.clone(), 0)) as Box<dyn Device>;
-    let ranks = Ranks { devices: (0..4).map(device).collect(), comm: comm.clone(), recipe: DeviceRecipe::Strict };
+    let devices = (0..4).map(device).collect();
+    let ranks = Ranks { devices, comm: comm.clone(), recipe: DeviceRecipe::Strict, told: None };
     let around = |rank| Some(Box::new(Misbehaving(rank, instead)) as Box<dyn Around>);
     let engine = Engine::start(&|_| checkpoint.clone(), plan, ranks, options, &around).expect("starts");
     let start = Instant::now();

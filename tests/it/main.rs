@@ -25,5 +25,6 @@ mod recall;
 mod recipes;
 mod stages;
 mod synth;
+mod terminal;
 mod tokenizer;
 mod types;

@@ -167,7 +167,8 @@ impl Engines for Loads {
     }
 
     fn backend(&self) -> &dyn Backend {
-        &CpuBackend { ahead: 0 }
+        static CPU: CpuBackend = CpuBackend::ahead(0);
+        &CPU
     }
 }
 
@@ -235,7 +236,8 @@ impl Engines for Planned {
     }
 
     fn backend(&self) -> &dyn Backend {
-        &CpuBackend { ahead: 0 }
+        static CPU: CpuBackend = CpuBackend::ahead(0);
+        &CPU
     }
 }
 

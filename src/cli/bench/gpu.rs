@@ -7,15 +7,14 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::{Value as Json, json};
-
-use super::{Speed, check, prompt, spread, spread_document};
+use super::{Speeds, check, prompt};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::BenchArgs;
-use crate::cli::{CliError, Exit, options, write_json};
+use crate::cli::console::Bar;
+use crate::cli::{CliError, Exit, emit, options};
 use crate::device::call::ALL_REDUCE;
 use crate::device::cpu::host::anonymous;
-use crate::device::cuda::bandwidth::{self, Bandwidth};
+use crate::device::cuda::bandwidth;
 use crate::device::cuda::gpu::GpuError;
 use crate::device::cuda::launches::{self, EmptyLaunch};
 use crate::device::cuda::memory::PINNED;
@@ -26,38 +25,12 @@ use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
 use crate::model::Config;
-use crate::report::table::{bytes, table};
+use crate::report::bench::{BatchSpeed, Empty, GpuBandwidth, GpuBench, GpuMemory, Load, OpCost, Spread, Step};
 use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
 
 /// Rows of the profile: operations by name.
 type Costs = BTreeMap<&'static str, Cost>;
-
-struct Report<'a> {
-    args: &'a BenchArgs,
-    name: String,
-    recipe: &'static str,
-    attention: &'static str,
-    gpus: Vec<String>,
-    file: u64,
-    reader: Duration,
-    loaded: Duration,
-    host: Option<u64>,
-    plan: Vec<u64>,
-    used: Vec<u64>,
-    speed: Speed,
-    token_bytes: u64,
-    bandwidth: Bandwidth,
-    /// Of one decode step on one GPU, mean over GPUs, without what empty launches take.
-    costs: Costs,
-    empty: EmptyLaunch,
-    /// Launches of one recorded step, and steps that were replayed.
-    nodes: usize,
-    replays: u64,
-    batches: Vec<(usize, f64)>,
-    /// Seconds of a decode step of the first rank alone, without meetings, where there are several.
-    alone: Option<f64>,
-}
 
 pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     let gpu = |e: GpuError| CliError::Usage(e.to_string());
@@ -77,6 +50,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let free: Vec<u64> =
         groups.iter().map(|g| g.gpu().memory().map(|m| m.0 as u64)).collect::<Result<_, _>>().map_err(gpu)?;
 
+    let bar = Bar::new("bench: ");
     read_whole(&checkpoint)?; // both then find the file in the same state
     let start = Instant::now();
     let mut engine = Engine::on(backend, checkpoint.clone(), args.tp, options)?;
@@ -87,7 +61,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let reader = start.elapsed();
 
     let ids = prompt(config.vocab, args.prompt);
-    let speed = Speed::measure(&mut engine, &ids, args)?;
+    let speeds = Speeds::measure(&mut engine, &ids, args)?;
     let used = groups.iter().zip(&free).map(|(g, before)| Ok(before.saturating_sub(g.gpu().memory()?.0 as u64)));
     let used: Vec<u64> = used.collect::<Result<_, _>>().map_err(gpu)?;
     let (replays, nodes) = backend.replays();
@@ -95,33 +69,46 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     drop(engine);
     let costs = profile(backend, &checkpoint, args, options, &config, empty, groups.len())?;
     let alone = if args.tp > 1 { Some(alone(backend, &checkpoint, args, options, &config)?) } else { None };
-    let report = Report {
-        args,
-        name: checkpoint.name().to_string(),
-        recipe: backend.recipe.name(),
-        attention: options.attention.name(),
+    let speed = speeds.of(&checkpoint, args, options, backend.recipe, budget.token_bytes(&config));
+    let (per_second, kernels) =
+        (|time: Duration| file as f64 / time.as_secs_f64(), costs.iter().map(|c| c.seconds).sum());
+    let (seconds, read) = (1.0 / speed.decode_tokens_per_second.median.max(1e-9), speed.weight_bytes_per_second);
+    let launches: u64 = costs.iter().map(|c| c.launches).sum();
+    let record = GpuBench {
         gpus,
-        file,
-        reader,
-        loaded,
-        host,
-        plan: budget.trunk_bytes(),
-        used,
-        speed,
-        token_bytes: budget.token_bytes(&config),
-        bandwidth,
-        costs,
-        empty,
-        nodes,
-        replays,
+        load: Load {
+            file_bytes: file,
+            seconds: loaded.as_secs_f64(),
+            bytes_per_second: per_second(loaded),
+            plain_reader_bytes_per_second: per_second(reader),
+            share: reader.as_secs_f64() / loaded.as_secs_f64(),
+            host_anonymous_bytes: host,
+            host_pinned_bytes: PINNED * args.tp,
+        },
+        bandwidth: GpuBandwidth {
+            copy_bytes_per_second: bandwidth.copy,
+            read_bytes_per_second: bandwidth.read,
+            share_of_copy: read / bandwidth.copy,
+            share_of_read: read / bandwidth.read,
+        },
+        step: Step {
+            seconds,
+            kernel_seconds: kernels,
+            all_reduce_seconds: costs.iter().find(|c| c.op == ALL_REDUCE).map_or(0.0, |c| c.seconds),
+            first_rank_alone_seconds: alone,
+            launches,
+            recorded_nodes: nodes,
+            replays,
+            empty_launch_seconds: Empty { timed: empty.timed, recorded: empty.recorded },
+            unexplained_seconds: seconds - kernels - launches as f64 * empty.recorded,
+            ops: costs,
+        },
+        memory: GpuMemory { weights_per_rank_by_plan: budget.trunk_bytes(), used_per_gpu: used },
         batches,
-        alone,
+        speed,
     };
-    if args.model.json {
-        write_json(out, &report.document())?;
-    } else {
-        report.print(out)?;
-    }
+    drop(bar);
+    emit(&record, args.model.json, out)?;
     Ok(Exit::Ok)
 }
 
@@ -142,7 +129,7 @@ fn read_whole(checkpoint: &Checkpoint) -> Result<u64, CliError> {
 }
 
 /// Decode speed of several sequences at once, all of the same prompt length.
-fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<(usize, f64)>, CliError> {
+fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<BatchSpeed>, CliError> {
     let mut speeds = Vec::new();
     if args.batch == [1] {
         return Ok(speeds);
@@ -176,7 +163,8 @@ fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<(us
                 median.push(tokens as f64 / seconds);
             }
         }
-        speeds.push((*n, spread(&median).0));
+        let tokens_per_second = Spread::new(args.steps, median).median;
+        speeds.push(BatchSpeed { sequences: *n, tokens_per_second });
     }
     Ok(speeds)
 }
@@ -230,7 +218,7 @@ fn alone(
         engine.chosen()?;
         engine.pool().release(&mut table);
     }
-    Ok(spread(&times).0)
+    Ok(Spread::new(1, times).median)
 }
 
 /// One decode step behind the prompt, its launches timed on the GPU.
@@ -242,7 +230,7 @@ fn profile(
     config: &Config,
     empty: EmptyLaunch,
     gpus: usize,
-) -> Result<Costs, CliError> {
+) -> Result<Vec<OpCost>, CliError> {
     /// Steps that are averaged.
     const STEPS: usize = 8;
     let profiles: Arc<Vec<Arc<Profile>>> = Arc::new((0..args.tp).map(|_| Arc::default()).collect());
@@ -271,162 +259,13 @@ fn profile(
         sum.bytes += cost.bytes;
     }
     let times = (STEPS * gpus) as f64;
-    for cost in mean.values_mut() {
-        cost.seconds = ((cost.seconds - cost.launches as f64 * empty.timed) / times).max(0.0);
-        cost.launches = (cost.launches as f64 / times).round() as u64;
-        cost.bytes = (cost.bytes as f64 / times).round() as u64;
-    }
-    Ok(mean)
-}
-
-fn gb(rate: f64) -> String {
-    format!("{:.1} GB/s", rate / 1e9)
-}
-
-impl Report<'_> {
-    /// Seconds of a decode step at the median.
-    fn step(&self) -> f64 {
-        1.0 / spread(&self.speed.decode).0.max(1e-9)
-    }
-
-    /// Seconds that kernels ran in a step, by events, beyond what as many empty ones take.
-    fn kernels(&self) -> f64 {
-        self.costs.values().map(|c| c.seconds).sum()
-    }
-
-    /// Seconds of a step in which ranks met, by events: the sums and the waiting for each other.
-    fn meetings(&self) -> f64 {
-        self.costs.get(ALL_REDUCE).map_or(0.0, |c| c.seconds)
-    }
-
-    fn launches(&self) -> u64 {
-        self.costs.values().map(|c| c.launches).sum()
-    }
-
-    /// Seconds of a step that neither kernels nor as many empty launches of a recording explain.
-    fn rest(&self) -> f64 {
-        self.step() - self.kernels() - self.launches() as f64 * self.empty.recorded
-    }
-
-    /// Bytes of weights that one rank reads per second of decode.
-    fn read_rate(&self) -> f64 {
-        self.token_bytes as f64 / self.step()
-    }
-
-    fn load_rate(&self) -> (f64, f64) {
-        (self.file as f64 / self.loaded.as_secs_f64(), self.file as f64 / self.reader.as_secs_f64())
-    }
-
-    fn document(&self) -> Json {
-        let op = |(op, c): (&&str, &Cost)| json!({ "op": op, "launches": c.launches, "seconds": c.seconds, "bytes": c.bytes });
-        let (load, reader) = self.load_rate();
-        json!({
-            "model": self.name, "tp": self.args.tp, "device": self.args.device.device.to_string(), "gpus": self.gpus,
-            "recipe": self.recipe, "attention": self.attention,
-            "load": {
-                "file_bytes": self.file, "seconds": self.loaded.as_secs_f64(), "bytes_per_second": load,
-                "plain_reader_bytes_per_second": reader, "share": load / reader,
-                "host_anonymous_bytes": self.host, "host_pinned_bytes": PINNED * self.args.tp,
-            },
-            "prefill_tokens_per_second": spread_document(self.args.prompt, &self.speed.prefill),
-            "decode_tokens_per_second": spread_document(self.args.steps, &self.speed.decode),
-            "weight_bytes_per_token": self.token_bytes, "weight_bytes_per_second": self.read_rate(),
-            "bandwidth": {
-                "copy_bytes_per_second": self.bandwidth.copy, "read_bytes_per_second": self.bandwidth.read,
-                "share_of_copy": self.read_rate() / self.bandwidth.copy,
-                "share_of_read": self.read_rate() / self.bandwidth.read,
-            },
-            "step": {
-                "seconds": self.step(), "kernel_seconds": self.kernels(),
-                "all_reduce_seconds": self.meetings(), "first_rank_alone_seconds": self.alone, "launches": self.launches(),
-                "recorded_nodes": self.nodes, "replays": self.replays,
-                "empty_launch_seconds": { "timed": self.empty.timed, "recorded": self.empty.recorded },
-                "unexplained_seconds": self.rest(),
-                "ops": self.costs.iter().map(op).collect::<Vec<_>>(),
-            },
-            "memory": { "weights_per_rank_by_plan": self.plan, "used_per_gpu": self.used },
-            "batches": self.batches.iter().map(|(n, s)| json!({ "sequences": n, "tokens_per_second": s })).collect::<Vec<_>>(),
-        })
-    }
-
-    fn print(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        let (tp, device, recipe, attention) = (self.args.tp, &self.args.device.device, self.recipe, self.attention);
-        writeln!(out, "{}, tp {tp}, {device}, recipe {recipe}, attention {attention}", self.name)?;
-        writeln!(out, "  gpus     {}", self.gpus.join(", "))?;
-        let (load, reader) = self.load_rate();
-        let seconds = self.loaded.as_secs_f64();
-        match self.file {
-            0 => writeln!(out, "  load     {seconds:.2} s, from no file: the model is built in")?,
-            size => writeln!(
-                out,
-                "  load     {} in {seconds:.2} s: {}, {:.0} % of a plain sequential read of the same file ({})",
-                bytes(size),
-                gb(load),
-                100.0 * load / reader,
-                gb(reader)
-            )?,
-        }
-        let anonymous = self.host.map_or("unknown".into(), bytes);
-        writeln!(out, "  host     {anonymous} anonymous memory, {} pinned while loading", bytes((PINNED * tp) as u64))?;
-        self.speed.print(self.args, out)?;
-        let rate = self.read_rate();
-        writeln!(
-            out,
-            "  reads    {} of weights per token: {}, {:.0} % of a copy ({}), {:.0} % of a read sweep ({})",
-            bytes(self.token_bytes),
-            gb(rate),
-            100.0 * rate / self.bandwidth.copy,
-            gb(self.bandwidth.copy),
-            100.0 * rate / self.bandwidth.read,
-            gb(self.bandwidth.read)
-        )?;
-        let us = |s: f64| format!("{:.1} us", 1e6 * s);
-        let launches = self.launches();
-        writeln!(
-            out,
-            "  step     {} = {:.1} in kernels + {:.1} in {launches} launches (as if empty) + {:.1} elsewhere",
-            us(self.step()),
-            1e6 * self.kernels(),
-            1e6 * launches as f64 * self.empty.recorded,
-            1e6 * self.rest()
-        )?;
-        writeln!(out, "  graph    {} nodes, replayed {} times", self.nodes, self.replays)?;
-        if let Some(alone) = self.alone {
-            writeln!(
-                out,
-                "  ranks    {} of the kernels' time in all-reduces; the first rank's step alone takes {}",
-                us(self.meetings()),
-                us(alone)
-            )?;
-        }
-        let most = |v: &[u64]| bytes(v.iter().max().copied().unwrap_or(0));
-        writeln!(
-            out,
-            "  memory   {} of weights on a rank by the plan, {} taken from a GPU in all\n",
-            most(&self.plan),
-            most(&self.used)
-        )?;
-        let mut rows: Vec<(&&str, &Cost)> = self.costs.iter().collect();
-        rows.sort_by(|a, b| b.1.seconds.total_cmp(&a.1.seconds));
-        let mut t = table(&["operation", ">us/step", ">share", ">launches", ">bytes", ">GB/s"]);
-        for (op, c) in rows {
-            t.add_row([
-                (*op).to_string(),
-                format!("{:.1}", 1e6 * c.seconds),
-                format!("{:.1} %", 100.0 * c.seconds / self.kernels().max(1e-12)),
-                c.launches.to_string(),
-                if c.bytes > 0 { bytes(c.bytes) } else { String::new() },
-                if c.bytes > 0 { format!("{:.0}", c.bytes as f64 / c.seconds.max(1e-12) / 1e9) } else { String::new() },
-            ]);
-        }
-        writeln!(out, "{t}")?;
-        if !self.batches.is_empty() {
-            let mut t = table(&[">sequences", ">tokens/s", ">tokens/s each"]);
-            for (n, s) in &self.batches {
-                t.add_row([n.to_string(), format!("{s:.0}"), format!("{:.0}", s / *n as f64)]);
-            }
-            writeln!(out, "\n{t}")?;
-        }
-        Ok(())
-    }
+    let cost = |(op, c): (&'static str, Cost)| OpCost {
+        op,
+        launches: (c.launches as f64 / times).round() as u64,
+        seconds: ((c.seconds - c.launches as f64 * empty.timed) / times).max(0.0),
+        bytes: (c.bytes as f64 / times).round() as u64,
+    };
+    let mut costs: Vec<OpCost> = mean.into_iter().map(cost).collect();
+    costs.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    Ok(costs)
 }

@@ -10,6 +10,7 @@ use lockstep_kernels::{TYPES, UNITS, Unit, Usage, embedded, options};
 use sha2::{Digest, Sha256};
 
 use super::libraries::why;
+use crate::partial::Partial;
 use crate::quant::QuantType;
 
 /// A kernel that could not be compiled, or a cache that could not be used.
@@ -189,15 +190,12 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), CubinError> {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_nanos());
     let beside = path.with_extension(format!("{now}-{}-{:?}.part", std::process::id(), std::thread::current().id()));
     let write = || -> std::io::Result<()> {
-        let mut file = std::fs::File::create_new(&beside)?;
+        let (part, mut file) = Partial::create(beside, |p| std::fs::File::create_new(p))?;
         file.write_all(bytes)?;
         file.sync_all()?;
-        std::fs::rename(&beside, path)
+        part.publish(path)
     };
-    write().map_err(|source| {
-        let _ = std::fs::remove_file(&beside); // the first error is the one to tell
-        CubinError::Io { path: path.into(), source }
-    })
+    write().map_err(|source| CubinError::Io { path: path.into(), source })
 }
 
 /// The cubin and NVRTC's log, or the log alone.

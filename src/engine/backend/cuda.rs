@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use lockstep_kernels::geometry::{MOST_LATENT, MOST_ROPE};
 
-use super::{Backend, Ranks};
+use super::{Backend, Ranks, Told};
 use crate::device::cuda::cubin::Cubins;
 use crate::device::cuda::gpu::{Gpu, GpuError, count};
 use crate::device::cuda::group::Group;
@@ -31,6 +31,8 @@ pub struct CudaBackend {
     pub cubins: Cubins,
     /// Who keeps the time, if anyone: one per rank.
     pub profiles: Option<Arc<Vec<Arc<Profile>>>>,
+    /// Who is told how far loading is.
+    pub told: Told,
     /// The first group of the engine made last.
     pub(crate) made: Arc<Mutex<Weak<Group>>>,
 }
@@ -38,7 +40,7 @@ pub struct CudaBackend {
 impl CudaBackend {
     /// GPUs `ordinals`, or as many as there are ranks.
     pub fn new(ordinals: Vec<usize>, recipe: Recipe, cubins: Cubins) -> Self {
-        CudaBackend { ordinals, recipe, cubins, profiles: None, made: Arc::default() }
+        CudaBackend { ordinals, recipe, cubins, profiles: None, told: None, made: Arc::default() }
     }
 
     /// Steps that the engine made last has replayed, and the launches of its last recording.
@@ -106,7 +108,8 @@ impl Backend for CudaBackend {
             let failed = |e: GpuError| DeviceError::Failed { rank, place: None, problem: e.to_string() };
             Ok(Box::new(made.map_err(failed)?))
         };
-        Ok(Ranks { devices: (0..tp).map(device).collect::<Result<_, _>>()?, comm: meet, recipe: self.recipe })
+        let devices = (0..tp).map(device).collect::<Result<_, _>>()?;
+        Ok(Ranks { devices, comm: meet, recipe: self.recipe, told: self.told.clone() })
     }
 
     fn recipe(&self) -> Recipe {

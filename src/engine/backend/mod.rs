@@ -16,6 +16,7 @@ use crate::comm::{Collective, Threads};
 use crate::device::Device;
 use crate::device::cpu::CpuDevice;
 use crate::model::Config;
+use crate::report::Progress;
 
 /// How long a rank waits for the others before it names the absent one. The slowest legitimate step is a long prefill
 /// chunk of one rank that the others have already finished.
@@ -29,7 +30,12 @@ pub struct Ranks {
     pub comm: Arc<dyn Collective>,
     /// How they multiply.
     pub recipe: Recipe,
+    /// Who is told how far loading is.
+    pub told: Told,
 }
+
+/// Who is told how far long work is, if anyone.
+pub type Told = Option<Arc<dyn Progress + Send>>;
 
 /// Makes the devices of an engine.
 pub trait Backend: Send + Sync {
@@ -81,17 +87,27 @@ impl<B: Backend> Engines for B {
 }
 
 /// Ranks on threads of this process.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct CpuBackend {
     /// Most rows for which the devices choose next tokens themselves, as GPUs do; a power of two, or 0.
     pub ahead: usize,
+    /// Who is told how far loading is.
+    pub told: Told,
+}
+
+impl CpuBackend {
+    /// Devices that choose next tokens themselves for up to so many rows.
+    pub const fn ahead(ahead: usize) -> Self {
+        CpuBackend { ahead, told: None }
+    }
 }
 
 impl Backend for CpuBackend {
     fn ranks(&self, tp: usize, _: &Config) -> Result<Ranks, EngineError> {
         let comm = Arc::new(Threads::new(tp, MEETING_TIMEOUT));
         let device = |rank| Box::new(CpuDevice::new(rank, comm.clone(), self.ahead)) as Box<dyn Device>;
-        Ok(Ranks { devices: (0..tp).map(device).collect(), comm: comm.clone(), recipe: self.recipe() })
+        let devices = (0..tp).map(device).collect();
+        Ok(Ranks { devices, comm: comm.clone(), recipe: self.recipe(), told: self.told.clone() })
     }
 
     fn recipe(&self) -> Recipe {

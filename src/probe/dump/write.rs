@@ -6,6 +6,7 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::{DumpError, Entry, FORMAT, INDEX, Index, Meta, Model, Producer, Settings, VERSION};
+use crate::partial::Partial;
 use crate::probe::capture::Values;
 use crate::probe::trace::Trace;
 
@@ -17,14 +18,14 @@ pub fn write(dir: &Path, trace: &Trace, meta: &Meta) -> Result<(), DumpError> {
     if dir.symlink_metadata().is_ok() {
         return Err(DumpError::Exists { path: dir.into() });
     }
-    let part = partial(dir)?;
-    std::fs::create_dir_all(&part).map_err(|source| DumpError::Io { path: part.clone(), source })?;
-    let written = fill(&part, trace, meta)
-        .and_then(|()| std::fs::rename(&part, dir).map_err(|source| DumpError::Io { path: dir.into(), source }));
-    if written.is_err() {
-        let _ = std::fs::remove_dir_all(&part); // the first error is the one to tell
-    }
-    written
+    let path = partial(dir)?;
+    let io = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| DumpError::Io { path, source }
+    };
+    let (part, ()) = Partial::create(path.clone(), |p| std::fs::create_dir_all(p)).map_err(io(&path))?;
+    fill(part.path(), trace, meta)?;
+    part.publish(dir).map_err(io(dir))
 }
 
 /// A name beside `dir`, on the same file system, that no other process uses.

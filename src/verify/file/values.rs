@@ -44,7 +44,7 @@ pub(super) fn scan_all(source: &dyn TensorSource, progress: &dyn Progress) -> Sc
             let before = done.fetch_add(view.bytes.len() as u64, Ordering::Relaxed);
             let now = before + view.bytes.len() as u64;
             if before / UNIT != now / UNIT || now == all {
-                progress.at("bytes scanned", now as usize, all as usize);
+                progress.bytes("scanned", now, all);
             }
             Some(checks)
         })

@@ -27,8 +27,9 @@ use crate::report::{Check, Progress, StageReport, Verdict};
 /// One part of the stage, with its checks.
 type Step<'a> = fn(&mut Bench<'a>) -> Result<Vec<Check>, VerifyError>;
 
-/// Parts of the stage, for the progress line.
+/// Parts of the stage, for the progress line, and what it calls them.
 const PARTS: usize = 11;
+const COUNTED: &str = "groups of invariants checked";
 
 /// Runs the stage.
 ///
@@ -42,27 +43,27 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         return Ok(StageReport::unmeasured("invariants", "the prompt has fewer than two tokens"));
     }
     let mut bench = Bench::new(subject, progress)?;
-    let steps: [(&str, Step<'_>); PARTS - 1] = [
-        ("replicas", Bench::replicas),
-        ("dumps", Bench::dumps),
-        ("decode", Bench::decode),
-        ("chunks", Bench::chunks),
-        ("lengths", Bench::lengths),
-        ("batch", Bench::batch),
-        ("dense", Bench::dense),
-        ("ranks", Bench::degrees),
-        ("graph", Bench::graph),
-        ("draws", |bench| Ok(vec![draws::check(bench.subject)?])),
+    let steps: [Step<'_>; PARTS - 1] = [
+        Bench::replicas,
+        Bench::dumps,
+        Bench::decode,
+        Bench::chunks,
+        Bench::lengths,
+        Bench::batch,
+        Bench::dense,
+        Bench::degrees,
+        Bench::graph,
+        |bench| Ok(vec![draws::check(bench.subject)?]),
     ];
-    progress.at("invariants: three runs", 0, PARTS);
+    progress.at(COUNTED, 0, PARTS);
     let mut checks = vec![bench.repeat()?];
     if checks[0].verdict == Verdict::Match {
-        for (i, (what, step)) in steps.into_iter().enumerate() {
-            progress.at(&format!("invariants: {what}"), i + 1, PARTS);
+        for (i, step) in steps.into_iter().enumerate() {
+            progress.at(COUNTED, i + 1, PARTS);
             checks.extend(step(&mut bench)?);
         }
     }
-    progress.at("invariants", PARTS, PARTS);
+    progress.at(COUNTED, PARTS, PARTS);
     let summary = format!(
         "{} tokens at tp {}, {}; {}",
         subject.ids.len(),

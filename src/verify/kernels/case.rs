@@ -175,7 +175,8 @@ impl Case {
             None => detail.push(format!("{} values, exactly", self.judged)),
         }
         let rho = self.worst.map(|(rho, most, _)| (rho, most));
-        Check { name: self.name, verdict, detail: detail.join("; "), rho }
+        let check = Check::new(self.name, verdict, detail.join("; "));
+        rho.map_or(check.clone(), |rho| check.of_floor(rho))
     }
 }
 

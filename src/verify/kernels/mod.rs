@@ -64,7 +64,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let steps = steps(subject);
     let mut checks = Vec::new();
     for (i, step) in steps.iter().enumerate() {
-        progress.at("kernels: groups of checks", i, steps.len());
+        progress.at("groups of checks", i, steps.len());
         step(&lab, &mut checks);
         // A kernel that breaks the context takes every later one with it; they are not to blame.
         if let Err(e) = gpu.synchronise(&|| "the kernels under test".into()) {

@@ -17,7 +17,6 @@ use lockstep_reference::slice::Placement;
 use lockstep_reference::weights::shape;
 
 use self::expected::{Expected, Oracle};
-use super::file::plural;
 use super::param_map::reference_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::Checkpoint;
@@ -25,6 +24,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::device::Columns;
 use crate::engine::Engine;
 use crate::model::{Kind, Param, params};
+use crate::report::table::plural;
 use crate::report::{Check, Progress, StageReport};
 
 const STAGE: &str = "weights";

@@ -60,10 +60,12 @@ impl Engines for OddEngines {
     }
 
     fn backend(&self) -> &dyn Backend {
+        static AHEAD: CpuBackend = CpuBackend::ahead(4);
+        static BEHIND: CpuBackend = CpuBackend::ahead(0);
         let ahead = matches!(self.fault, Fault::RunsAhead | Fault::DrawsAsTheFirst);
         match (ahead, self.one_order) {
-            (true, _) => &CpuBackend { ahead: 4 },
-            (false, true) => &CpuBackend { ahead: 0 },
+            (true, _) => &AHEAD,
+            (false, true) => &BEHIND,
             (false, false) => &Vague,
         }
     }

@@ -43,7 +43,7 @@ fn check(root: &Value, schema: &Value, value: &Value, at: &str, found: &mut Vec<
             "minimum" if value.as_f64().is_some_and(|v| v < rule.as_f64().unwrap()) => {
                 fail(format!("expected at least {rule}, found {value}"));
             }
-            "required" => {
+            "required" if value.is_object() => {
                 let missing = rule.as_array().unwrap().iter().filter(|k| value.get(k.as_str().unwrap()).is_none());
                 missing.for_each(|k| fail(format!("no key {k}")));
             }
@@ -52,7 +52,7 @@ fn check(root: &Value, schema: &Value, value: &Value, at: &str, found: &mut Vec<
                 let keys = value.as_object().into_iter().flat_map(|o| o.keys());
                 keys.filter(|k| schema["properties"].get(k).is_none()).for_each(|k| fail(format!("unknown key {k}")));
             }
-            "enum" | "minimum" => {}
+            "enum" | "minimum" | "required" => {}
             other => panic!("keyword {other} in the schema"),
         }
     }

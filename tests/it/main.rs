@@ -8,6 +8,7 @@ mod architecture;
 mod bisect;
 mod damage;
 mod doctor;
+mod documents;
 mod dump;
 mod engine;
 mod generate;

@@ -156,8 +156,11 @@ pub fn bytes(n: u64) -> String {
     if unit == 0 { format!("{n} B") } else { format!("{} {}", short(value), UNITS[unit]) }
 }
 
-/// A number of at least 1 in at most four digits, unless it has more before the point.
+/// A number of at least 1 in at most five digits, four of them where it has a fraction; larger ones with an exponent.
 pub fn short(x: f64) -> String {
+    if x >= 99_999.5 {
+        return format!("{x:.2e}");
+    }
     let decimals = if x < 99.995 { 2 } else { usize::from(x < 999.95) };
     format!("{x:.decimals$}")
 }
@@ -216,9 +219,9 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_at_most_four_digits() {
-        let shown = [0.5, 99.99, 99.999, 999.94, 999.96, 123_456.7].map(short);
-        assert_eq!(shown, ["0.50", "99.99", "100.0", "999.9", "1000", "123457"]);
+    fn numbers_have_few_digits() {
+        let shown = [0.5, 99.99, 99.999, 999.94, 999.96, 98_765.4, 123_456.7, f64::INFINITY].map(short);
+        assert_eq!(shown, ["0.50", "99.99", "100.0", "999.9", "1000", "98765", "1.23e5", "inf"]);
     }
 
     #[test]

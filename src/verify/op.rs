@@ -11,6 +11,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
 use crate::report::Verdict;
+use crate::report::table::short;
 
 /// What was found at one operation.
 #[derive(Clone, Debug)]
@@ -197,9 +198,10 @@ impl Slices {
             Verdict::Match
         };
         let mut detail = format!(
-            "rho {:.2} of {:.2} (worst slice {rho:.2} of {most:.2}), relative L2 {:.1e}, cosine {:.6}",
-            self.whole.rho(),
+            "rho {} of {:.2} (worst slice {} of {most:.2}), relative L2 {:.1e}, cosine {:.6}",
+            short(self.whole.rho()),
             limit(self.whole.m),
+            short(rho),
             self.whole.relative(),
             self.cosine
         );
@@ -210,8 +212,8 @@ impl Slices {
             detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
         }
         if let (Verdict::Divergent, Some((token, column, t, r))) = (verdict, self.worst) {
-            let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:e}") };
-            detail.push_str(&format!("; token {token}, column {column}: {t:e}, expected {expected}"));
+            let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:.3e}") };
+            detail.push_str(&format!("; token {token}, column {column}: {t:.3e}, expected {expected}"));
         }
         OpFinding { place, verdict, rho: (rho, most), ranks, tokens, detail }
     }

@@ -54,9 +54,11 @@ impl Run {
         self
     }
 
-    /// Asserts that stdout has `text`.
+    /// Asserts that stdout has `text`, wherever its lines are broken between words.
     pub fn says(&self, text: &str) -> &Self {
-        assert!(self.stdout.contains(text), "no {text:?} in stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let found = words(&self.stdout).contains(&words(text));
+        assert!(found, "no {text:?} in stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         self
     }
 

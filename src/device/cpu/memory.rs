@@ -84,9 +84,11 @@ pub struct Part {
 }
 
 impl Part {
+    /// The rows of one matrix of the stack.
     pub(super) fn matrix(&self, index: usize) -> Rows<'_> {
         Rows { ty: self.ty, bytes: &self.stack[index], rows: self.rows, cols: self.covered }
     }
+    /// True if its columns are those that are stored, with none beside them.
     pub(super) fn is_aligned(&self) -> bool {
         self.cols == (0..self.covered)
     }
@@ -104,6 +106,7 @@ impl CpuCache {
     pub(super) fn slot(&self, table: &[u32], p: usize) -> usize {
         table[p / self.shape.page] as usize * self.shape.page + p % self.shape.page
     }
+    /// The values of a layer at a slot.
     pub(super) fn row(&self, layer: usize, slot: usize) -> &[f32] {
         &self.layers[layer][slot * self.shape.width..(slot + 1) * self.shape.width]
     }

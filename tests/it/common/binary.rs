@@ -3,8 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+/// A trained model of 7 blocks, full indexers, Q4_K_M.
 pub const GLM5_NANO: &str = "glm5-nano-Q4_K_M.gguf";
+/// A model with full and shared indexers, Q2_K.
 pub const NANO52: &str = "nano52-Q2_K.gguf";
+/// The first shard of the smallest model, a split set.
 pub const PICO: &str = "pico-Q4_K_M-split-00001-of-00004.gguf";
 
 /// A file of goldens/models.

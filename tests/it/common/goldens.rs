@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use ndarray::ArrayD;
 use safetensors::{Dtype, SafeTensors};
 
+/// Activations of glm5-nano on its short prompt.
 pub const OF_NANO_SHORT: &str = "glm5-nano/Q4_K_M_short_ggufeps.safetensors";
+/// Activations of glm5-nano on its long prompt, beyond top-k.
 pub const OF_NANO_LONG: &str = "glm5-nano/Q4_K_M_long_ggufeps.safetensors";
+/// Activations of nano52.
 pub const OF_NANO52: &str = "nano52/nano52-Q2_K_ggufeps.safetensors";
+/// Activations of pico.
 pub const OF_PICO: &str = "pico/pico-Q4_K_M_ggufeps.safetensors";
 
 /// A file of goldens/.
@@ -23,6 +27,7 @@ pub struct Goldens {
 }
 
 impl Goldens {
+    /// Reads a file of goldens/.
     pub fn read(path: &str) -> Self {
         let bytes = std::fs::read(file(path)).expect("a golden file");
         let mut all = Goldens { reals: HashMap::new(), indices: HashMap::new() };

@@ -44,6 +44,7 @@ pub struct OddEngines {
     pub chosen: Arc<AtomicUsize>,
 }
 
+/// Engines with one oddity.
 pub fn odd(fault: Fault) -> OddEngines {
     OddEngines { fault, one_order: true, chosen: Arc::default() }
 }

@@ -18,6 +18,7 @@ const OPTIONAL: [&str; 8] = [
 /// Keys that are not read.
 const UNREAD: [&str; 2] = ["general.name", "glm-dsa.attention.head_count_kv"];
 
+/// Adds the cases of metadata.
 pub fn add(cases: &mut Cases) {
     for (key, value) in tiny_metadata() {
         let mut put = |what: &str, v: Value, want: &[&str]| {

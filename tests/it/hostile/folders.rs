@@ -101,6 +101,7 @@ fn folder(cases: &mut Cases, what: &str, culprit: &str, want: &[&str], harm: imp
     cases.path(what, folder, want, culprit);
 }
 
+/// Adds the cases of folders.
 pub fn add(cases: &mut Cases) {
     let text = config().to_string();
     for (what, bytes) in [

@@ -35,6 +35,7 @@ fn edited(cases: &mut Cases, what: &str, want: &[&str], shard: usize, edit: impl
     cases.path(what, paths[0].clone(), want, name(&paths[shard]));
 }
 
+/// Adds the cases of split sets.
 pub fn add(cases: &mut Cases) {
     for missing in 1..=4 {
         for opened in (1..=4).filter(|o| *o != missing) {

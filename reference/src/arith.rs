@@ -24,7 +24,7 @@ pub enum Order {
 /// What an engine holds the activation operand of a product with stored weights in. All else is f32 in either recipe:
 /// weights, sums, norms, rope, softmax, and products of activations with each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recipe {
+pub enum RefRecipe {
     /// f32, as it is.
     Strict,
     /// Rounded to bf16, to nearest, ties to even; the router's operand stays as it is.
@@ -38,7 +38,7 @@ pub enum Arith {
     Exact,
     /// Every product, sum, quotient and function value is rounded to f32; functions are correctly rounded; sums run in
     /// the given order. The recipe says which operands are rounded further.
-    F32(Recipe, Order),
+    F32(RefRecipe, Order),
 }
 
 /// Activation rows that are multiplied side by side, so that a strictly ordered sum still fills the vector unit.
@@ -49,7 +49,7 @@ const WORTH_A_THREAD: usize = 1 << 22;
 impl Arith {
     /// Legitimate runs of a recipe for a noise floor at tensor-parallel degree `tp`: at least four, exact ones not among
     /// them.
-    pub fn orders(recipe: Recipe, tp: usize) -> Vec<Arith> {
+    pub fn orders(recipe: RefRecipe, tp: usize) -> Vec<Arith> {
         let orders = [Order::Sequential, Order::Reversed, Order::Blocks(32), Order::Ranks(tp.max(2))];
         orders.map(|order| Arith::F32(recipe, order)).to_vec()
     }
@@ -74,11 +74,11 @@ impl Arith {
     /// says.
     pub fn weigh(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, f32>) -> Array2<f64> {
         match self {
-            Arith::F32(Recipe::Fast, _) => {
+            Arith::F32(RefRecipe::Fast, _) => {
                 let rounded = x.mapv(|v| bf16::from_f32(v as f32).to_f64());
                 self.dots(rounded.view(), w)
             }
-            Arith::Exact | Arith::F32(Recipe::Strict, _) => self.dots(x, w),
+            Arith::Exact | Arith::F32(RefRecipe::Strict, _) => self.dots(x, w),
         }
     }
 
@@ -191,7 +191,7 @@ mod tests {
     use ndarray::{Array, array};
 
     fn strict(order: Order) -> Arith {
-        Arith::F32(Recipe::Strict, order)
+        Arith::F32(RefRecipe::Strict, order)
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
     fn dots_agree_with_sums_of_products_in_every_order() {
         let x = Array::from_shape_fn((19, 70), |(i, j)| f64::from(((i * 31 + j * 7) % 13) as f32 * 0.37 - 2.1));
         let w = Array::from_shape_fn((5, 70), |(i, j)| ((i * 17 + j * 3) % 11) as f32 * 0.13 - 0.7);
-        for arith in Arith::orders(Recipe::Strict, 4).into_iter().chain([Arith::Exact]) {
+        for arith in Arith::orders(RefRecipe::Strict, 4).into_iter().chain([Arith::Exact]) {
             let y = arith.dots(x.view(), w.view());
             for ((i, o), &v) in y.indexed_iter() {
                 let terms: Vec<f64> = (0..70).map(|j| arith.round(x[[i, j]] * f64::from(w[[o, j]]))).collect();
@@ -237,22 +237,22 @@ mod tests {
             (256.0 + 3.0, 260.0),
             (f64::from(f32::MAX), f64::INFINITY),
         ] {
-            for arith in Arith::orders(Recipe::Fast, 2) {
+            for arith in Arith::orders(RefRecipe::Fast, 2) {
                 assert_eq!(arith.weigh(array![[x]].view(), array![[1f32]].view()), array![[rounded]], "{arith:?} {x}");
                 assert_eq!(arith.dots(array![[x]].view(), array![[1f32]].view()), array![[x]], "{arith:?} {x}");
             }
-            for arith in Arith::orders(Recipe::Strict, 2).into_iter().chain([Arith::Exact]) {
+            for arith in Arith::orders(RefRecipe::Strict, 2).into_iter().chain([Arith::Exact]) {
                 assert_eq!(arith.weigh(array![[x]].view(), array![[1f32]].view()), array![[x]], "{arith:?} {x}");
             }
         }
-        let fast = Arith::F32(Recipe::Fast, Order::Sequential);
+        let fast = Arith::F32(RefRecipe::Fast, Order::Sequential);
         assert!(fast.weigh(array![[f64::NAN]].view(), array![[1f32]].view())[[0, 0]].is_nan());
     }
 
     #[test]
     fn the_fast_recipe_leaves_weights_and_sums_in_f32() {
         let fine = 1.0 + 2f32.powi(-20);
-        let fast = Arith::F32(Recipe::Fast, Order::Sequential);
+        let fast = Arith::F32(RefRecipe::Fast, Order::Sequential);
         assert_eq!(fast.weigh(array![[2.0]].view(), array![[fine]].view()), array![[2.0 * f64::from(fine)]]);
         assert_eq!(
             fast.weigh(array![[1.0, 2f64.powi(-20)]].view(), array![[1f32, 1.0]].view())[[0, 0]],

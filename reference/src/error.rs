@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use crate::names::Param;
+use crate::names::RefParam;
 
 /// A model that the oracle cannot read, or a question that it cannot answer about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum RefError {
     /// A parameter was asked for in a form that it does not have (for example a norm as a matrix).
     Form {
         /// The parameter.
-        param: Param,
+        param: RefParam,
         /// The form asked for.
         asked: &'static str,
     },

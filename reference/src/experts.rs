@@ -9,7 +9,7 @@ use ndarray::{Array2, Array3, Axis, s};
 use crate::arith::Arith;
 use crate::config::RefConfig;
 use crate::error::RefError;
-use crate::names::Param;
+use crate::names::RefParam;
 use crate::ops;
 use crate::weights::Weights;
 
@@ -41,13 +41,13 @@ pub fn hidden(
     let mut out = Array3::zeros((x.nrows(), c.experts_used + c.shared_experts, c.moe_ffn));
     for (expert, pairs) in gathered(ids) {
         let tokens: Vec<usize> = pairs.iter().map(|&(t, _)| t).collect();
-        let (gate, up) = (w.expert(layer, Param::GateExps, expert)?, w.expert(layer, Param::UpExps, expert)?);
+        let (gate, up) = (w.expert(layer, RefParam::GateExps, expert)?, w.expert(layer, RefParam::UpExps, expert)?);
         let y = ops::swiglu(a, &x.select(Axis(0), &tokens), &gate, &up);
         for (&(t, slot), y) in pairs.iter().zip(y.rows()) {
             out.slice_mut(s![t, slot, ..]).assign(&y);
         }
     }
-    let shared = ops::swiglu(a, x, &*w.matrix(layer, Param::GateShared)?, &*w.matrix(layer, Param::UpShared)?);
+    let shared = ops::swiglu(a, x, &*w.matrix(layer, RefParam::GateShared)?, &*w.matrix(layer, RefParam::UpShared)?);
     for slot in 0..c.shared_experts {
         let part = shared.slice(s![.., slot * c.moe_ffn..(slot + 1) * c.moe_ffn]);
         out.slice_mut(s![.., c.experts_used + slot, ..]).assign(&part);
@@ -72,7 +72,7 @@ pub fn routed(
     let mut y: Option<Array3<f64>> = None;
     for (expert, pairs) in gathered(ids) {
         let columns = columns(expert);
-        let down = w.expert(Some(layer), Param::DownExps, expert)?;
+        let down = w.expert(Some(layer), RefParam::DownExps, expert)?;
         let slots = weights.ncols();
         let y = y.get_or_insert_with(|| Array3::zeros((ids.len(), slots, down.nrows())));
         let mut x = Array2::zeros((pairs.len(), hidden.dim().2));
@@ -101,5 +101,5 @@ pub fn shared(
     let x = Array2::from_shape_fn((hidden.dim().0, c.shared_experts * c.moe_ffn), |(t, i)| {
         hidden[[t, c.experts_used + i / c.moe_ffn, i % c.moe_ffn]]
     });
-    Ok(ops::linear_part(a, &x, &*w.matrix(Some(layer), Param::DownShared)?, columns))
+    Ok(ops::linear_part(a, &x, &*w.matrix(Some(layer), RefParam::DownShared)?, columns))
 }

@@ -25,12 +25,12 @@ pub mod weights;
 /// The arrays that captured values and results travel in.
 pub use ndarray;
 
-pub use arith::{Arith, Order, Recipe};
+pub use arith::{Arith, Order, RefRecipe};
 pub use config::{Eps, RefConfig};
 pub use error::RefError;
 pub use model::{forward, forward_choosing};
-pub use names::Param;
-pub use points::{Options, inputs_of, partial_inputs_of, points};
+pub use names::RefParam;
+pub use points::{RefOptions, inputs_of, partial_inputs_of, points};
 pub use replay::{ReplayError, partials, replay};
 pub use source::{Format, Meta, RawModel, RawTensor};
-pub use weights::{ModelWeights, Weights};
+pub use weights::{ModelWeights, ParamKey, Weights};

@@ -7,9 +7,9 @@ use crate::arith::Arith;
 use crate::config::RefConfig;
 use crate::error::RefError;
 use crate::experts;
-use crate::names::Param;
+use crate::names::RefParam;
 use crate::ops;
-use crate::points::{Options, Site};
+use crate::points::{RefOptions, Site};
 use crate::weights::Weights;
 
 /// Receives the name and the value of each probe point, first axis tokens.
@@ -30,7 +30,7 @@ pub fn forward(
     w: &dyn Weights,
     ids: &[u32],
     a: Arith,
-    options: Options,
+    options: RefOptions,
     sink: Sink<'_>,
 ) -> Result<(), RefError> {
     forward_choosing(c, w, ids, a, options, &|_| None, sink)
@@ -47,7 +47,7 @@ pub fn forward_choosing(
     w: &dyn Weights,
     ids: &[u32],
     a: Arith,
-    options: Options,
+    options: RefOptions,
     choices: Choices<'_>,
     sink: Sink<'_>,
 ) -> Result<(), RefError> {
@@ -67,9 +67,9 @@ pub fn forward_choosing(
     }
 
     run.site = Site::Model;
-    let x = ops::rms_norm(a, &x, &*w.vector(None, Param::FinalNorm)?, c.eps);
+    let x = ops::rms_norm(a, &x, &*w.vector(None, RefParam::FinalNorm)?, c.eps);
     run.emit("final_norm", &x);
-    run.emit("logits", &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
+    run.emit("logits", &ops::linear(a, &x, &*w.matrix(None, RefParam::Head)?));
 
     if options.mtp && c.mtp_layers > 0 && ids.len() > 1 {
         run.site = Site::Mtp;
@@ -82,7 +82,7 @@ struct Run<'a, 's> {
     c: &'a RefConfig,
     w: &'a dyn Weights,
     a: Arith,
-    options: Options,
+    options: RefOptions,
     choices: Choices<'s>,
     sink: Sink<'s>,
     site: Site,
@@ -136,7 +136,7 @@ impl Run<'_, '_> {
         let attended = self.attention(&x, n, positions, keys)?;
         let x = ops::add(self.a, &x, &attended);
         self.emit("residual", &x);
-        let h = ops::rms_norm(self.a, &x, &*self.w.vector(Some(n), Param::FfnNorm)?, self.c.eps);
+        let h = ops::rms_norm(self.a, &x, &*self.w.vector(Some(n), RefParam::FfnNorm)?, self.c.eps);
         self.emit("ffn.norm", &h);
         let fed = if self.c.is_moe(n) { self.moe(&h, n)? } else { self.dense_ffn(&h, n)? };
         self.emit("ffn.out", &fed);
@@ -154,28 +154,28 @@ impl Run<'_, '_> {
         keys: &mut Vec<Vec<usize>>,
     ) -> Result<Array2<f64>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
-        let h = ops::rms_norm(a, x, &*w.vector(at, Param::AttnNorm)?, c.eps);
+        let h = ops::rms_norm(a, x, &*w.vector(at, RefParam::AttnNorm)?, c.eps);
         self.emit("attn.norm", &h);
 
-        let q_a = ops::linear(a, &h, &*w.matrix(at, Param::QA)?);
+        let q_a = ops::linear(a, &h, &*w.matrix(at, RefParam::QA)?);
         self.emit("attn.q_a", &q_a);
-        let q_latent = ops::rms_norm(a, &q_a, &*w.vector(at, Param::QANorm)?, c.latent_eps);
+        let q_latent = ops::rms_norm(a, &q_a, &*w.vector(at, RefParam::QANorm)?, c.latent_eps);
         self.emit("attn.q_a_norm", &q_latent);
-        let q_raw = heads(ops::linear(a, &q_latent, &*w.matrix(at, Param::QB)?), c.heads);
+        let q_raw = heads(ops::linear(a, &q_latent, &*w.matrix(at, RefParam::QB)?), c.heads);
         self.emit("attn.q_raw", &q_raw);
         let q = ops::rope(a, &q_raw, c.nope..c.nope + c.rope, positions, c.rope_theta, c.rope_style);
         self.emit("attn.q", &q);
 
-        let kv_a = ops::linear(a, &h, &*w.matrix(at, Param::KvA)?);
+        let kv_a = ops::linear(a, &h, &*w.matrix(at, RefParam::KvA)?);
         self.emit("attn.kv_a", &kv_a);
         let (latent, k_rope) = (kv_a.slice(s![.., ..c.kv_rank]).to_owned(), kv_a.slice(s![.., c.kv_rank..]).to_owned());
-        let latent = ops::rms_norm(a, &latent, &*w.vector(at, Param::KvANorm)?, c.latent_eps);
+        let latent = ops::rms_norm(a, &latent, &*w.vector(at, RefParam::KvANorm)?, c.latent_eps);
         self.emit("attn.kv_latent", &latent);
         let k_rope =
             ops::rope(a, &heads(k_rope, 1), 0..c.rope, positions, c.rope_theta, c.rope_style).remove_axis(Axis(1));
         self.emit("attn.k_rope", &k_rope);
 
-        let q_absorbed = ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, Param::KB)?);
+        let q_absorbed = ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, RefParam::KB)?);
         self.emit("attn.q_absorbed", &q_absorbed);
         if self.site == Site::Mtp || self.options.dense {
             *keys = (0..positions.len()).map(|t| (0..=t).collect()).collect();
@@ -187,9 +187,9 @@ impl Run<'_, '_> {
         let attended = ops::attention(a, q_absorbed.view(), q_rope, &latent, k_rope.view(), keys, scale);
         self.emit("attn.latent", &attended);
 
-        let context = ops::value_up(a, attended.view(), &*w.heads(at, Param::VB)?);
+        let context = ops::value_up(a, attended.view(), &*w.heads(at, RefParam::VB)?);
         self.emit("attn.context", &context);
-        let out = ops::linear(a, &flat(context), &*w.matrix(at, Param::O)?);
+        let out = ops::linear(a, &flat(context), &*w.matrix(at, RefParam::O)?);
         self.emit("attn.out", &out);
         Ok(out)
     }
@@ -203,17 +203,17 @@ impl Run<'_, '_> {
         positions: &[usize],
     ) -> Result<Vec<Vec<usize>>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
-        let q = heads(ops::linear(a, q_latent, &*w.matrix(at, Param::IndexQB)?), c.index_heads);
+        let q = heads(ops::linear(a, q_latent, &*w.matrix(at, RefParam::IndexQB)?), c.index_heads);
         let q = ops::rope(a, &q, 0..c.rope, positions, c.rope_theta, c.index_rope_style);
         self.emit("attn.index_q", &q);
 
-        let k = ops::linear(a, h, &*w.matrix(at, Param::IndexK)?);
-        let (weight, bias) = (w.vector(at, Param::IndexKNormW)?, w.vector(at, Param::IndexKNormB)?);
+        let k = ops::linear(a, h, &*w.matrix(at, RefParam::IndexK)?);
+        let (weight, bias) = (w.vector(at, RefParam::IndexKNormW)?, w.vector(at, RefParam::IndexKNormB)?);
         let k = ops::layer_norm(a, &k, &weight, &bias, c.index_eps);
         let k = ops::rope(a, &heads(k, 1), 0..c.rope, positions, c.rope_theta, c.index_rope_style).remove_axis(Axis(1));
         self.emit("attn.index_k", &k);
 
-        let weights = index_weights(a, c, &ops::linear(a, h, &*w.matrix(at, Param::IndexProj)?));
+        let weights = index_weights(a, c, &ops::linear(a, h, &*w.matrix(at, RefParam::IndexProj)?));
         self.emit("attn.index_weights", &weights);
 
         let tokens: Vec<usize> = (0..positions.len()).collect();
@@ -226,17 +226,17 @@ impl Run<'_, '_> {
 
     fn dense_ffn(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
         let (w, a, at) = (self.w, self.a, Some(n));
-        let hidden = ops::swiglu(a, h, &*w.matrix(at, Param::Gate)?, &*w.matrix(at, Param::Up)?);
+        let hidden = ops::swiglu(a, h, &*w.matrix(at, RefParam::Gate)?, &*w.matrix(at, RefParam::Up)?);
         self.emit("ffn.hidden", &hidden);
-        Ok(ops::linear(a, &hidden, &*w.matrix(at, Param::Down)?))
+        Ok(ops::linear(a, &hidden, &*w.matrix(at, RefParam::Down)?))
     }
 
     fn moe(&mut self, h: &Array2<f64>, n: usize) -> Result<Array2<f64>, RefError> {
         let (c, w, a, at) = (self.c, self.w, self.a, Some(n));
-        let logits = ops::router_logits(a, h, &*w.matrix(at, Param::Router)?);
+        let logits = ops::router_logits(a, h, &*w.matrix(at, RefParam::Router)?);
         self.emit("ffn.router_logits", &logits);
         let p = ops::router_probabilities(a, &logits, c.gating);
-        let scores = ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used);
+        let scores = ops::choice_scores(a, &p, &*w.vector(at, RefParam::RouterBias)?, c.groups, c.groups_used);
         self.emit("ffn.choice_scores", &scores);
         let ids = ops::choose_experts(&scores, c.experts_used);
         self.emit("ffn.expert_ids", &ids);
@@ -256,16 +256,16 @@ impl Run<'_, '_> {
     /// The first MTP layer: `embed` are the trunk's input rows, `hidden` its rows after the final norm.
     fn mtp(&mut self, embed: &Array2<f64>, hidden: &Array2<f64>, positions: &[usize]) -> Result<(), RefError> {
         let (c, w, a, n) = (self.c, self.w, self.a, self.c.layers);
-        let e = ops::rms_norm(a, &embed.slice(s![1.., ..]).to_owned(), &*w.vector(Some(n), Param::ENorm)?, c.eps);
+        let e = ops::rms_norm(a, &embed.slice(s![1.., ..]).to_owned(), &*w.vector(Some(n), RefParam::ENorm)?, c.eps);
         self.emit("enorm", &e);
-        let h = ops::rms_norm(a, &hidden.slice(s![..-1, ..]).to_owned(), &*w.vector(Some(n), Param::HNorm)?, c.eps);
+        let h = ops::rms_norm(a, &hidden.slice(s![..-1, ..]).to_owned(), &*w.vector(Some(n), RefParam::HNorm)?, c.eps);
         self.emit("hnorm", &h);
-        let x = ops::linear(a, &ops::joined(e.view(), h.view()), &*w.matrix(Some(n), Param::EhProj)?);
+        let x = ops::linear(a, &ops::joined(e.view(), h.view()), &*w.matrix(Some(n), RefParam::EhProj)?);
         self.emit("eh_proj", &x);
         let x = self.layer(x, n, &positions[1..], &mut Vec::new())?;
-        let x = ops::rms_norm(a, &x, &*w.vector(Some(n), Param::MtpHeadNorm)?, c.eps);
+        let x = ops::rms_norm(a, &x, &*w.vector(Some(n), RefParam::MtpHeadNorm)?, c.eps);
         self.emit("final_norm", &x);
-        self.emit("logits", &ops::linear(a, &x, &*w.matrix(None, Param::Head)?));
+        self.emit("logits", &ops::linear(a, &x, &*w.matrix(None, RefParam::Head)?));
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use crate::source::Format;
 
 /// An unfused parameter of the model, whatever the file calls it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Param {
+pub enum RefParam {
     /// Token embedding, \[vocab, hidden\].
     Embed,
     /// Language-model head, \[vocab, hidden\].
@@ -75,10 +75,10 @@ pub enum Param {
     MtpHeadNorm,
 }
 
-use Param::*;
+use RefParam::*;
 
 /// Every parameter, in the order of the forward pass.
-pub const ALL: [Param; 33] = [
+pub const ALL: [RefParam; 33] = [
     Embed,
     AttnNorm,
     QA,
@@ -115,7 +115,7 @@ pub const ALL: [Param; 33] = [
 ];
 
 /// GGUF tensor names; `{N}` is the block. A parameter listed twice has two accepted spellings, tried in order.
-const GGUF: &[(Param, &str)] = &[
+const GGUF: &[(RefParam, &str)] = &[
     (Embed, "token_embd.weight"),
     (Head, "output.weight"),
     (FinalNorm, "output_norm.weight"),
@@ -154,7 +154,7 @@ const GGUF: &[(Param, &str)] = &[
 
 /// Hugging Face tensor names; `{N}` is the layer, `{E}` the expert (one tensor per expert). `KB` and `VB` have none:
 /// see [`whole_kv_b`].
-const HF: &[(Param, &str)] = &[
+const HF: &[(RefParam, &str)] = &[
     (Embed, "model.embed_tokens.weight"),
     (Head, "lm_head.weight"),
     (FinalNorm, "model.norm.weight"),
@@ -190,7 +190,7 @@ const HF: &[(Param, &str)] = &[
 
 /// The accepted file names of `param`, in the order in which to try them. `layer` counts MTP layers after the trunk;
 /// `expert` matters only where the convention stores one tensor per expert.
-pub fn file_names(format: Format, param: Param, layer: Option<usize>, expert: Option<usize>) -> Vec<String> {
+pub fn file_names(format: Format, param: RefParam, layer: Option<usize>, expert: Option<usize>) -> Vec<String> {
     let list = match format {
         Format::Gguf => GGUF,
         Format::Hf => HF,

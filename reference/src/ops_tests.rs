@@ -1,7 +1,7 @@
 use ndarray::{Array, array};
 
 use super::*;
-use crate::arith::{Order, Recipe};
+use crate::arith::{Order, RefRecipe};
 
 const EXACT: Arith = Arith::Exact;
 
@@ -42,7 +42,7 @@ fn rope_turns_pairs_of_the_stated_part_only() {
 
 #[test]
 fn rope_in_f32_rounds_cos_and_sin_once() {
-    let f32s = Arith::F32(Recipe::Strict, Order::Sequential);
+    let f32s = Arith::F32(RefRecipe::Strict, Order::Sequential);
     let y = rope(f32s, &array![[[1.0, 0.0]]], 0..2, &[383], 1e6, RopeStyle::Interleaved);
     assert_eq!((y[[0, 0, 0]], y[[0, 0, 1]]), (f64::from(383f64.cos() as f32), f64::from(383f64.sin() as f32)));
 }
@@ -135,8 +135,8 @@ fn experts_mix_by_weight() {
 
 /// A value of f32 that bf16 rounds to 1.
 const FINE: f64 = 1.0 + 1.0 / 1024.0;
-const FAST: Arith = Arith::F32(Recipe::Fast, Order::Sequential);
-const STRICT: Arith = Arith::F32(Recipe::Strict, Order::Sequential);
+const FAST: Arith = Arith::F32(RefRecipe::Fast, Order::Sequential);
+const STRICT: Arith = Arith::F32(RefRecipe::Strict, Order::Sequential);
 
 #[test]
 fn the_fast_recipe_rounds_what_meets_weights() {

@@ -6,7 +6,7 @@ use crate::config::RefConfig;
 
 /// How the model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
+pub struct RefOptions {
     /// Attend to every earlier key instead of the indexer's choice; the indexer does not run.
     pub dense: bool,
     /// Run the first MTP layer after the trunk (it always attends densely).
@@ -44,7 +44,7 @@ impl Site {
     }
 
     /// The point names of this site, without prefix, in the order of the forward pass.
-    fn ops(self, c: &RefConfig, options: Options) -> Vec<&'static str> {
+    fn ops(self, c: &RefConfig, options: RefOptions) -> Vec<&'static str> {
         let Some(layer) = self.layer(c) else { return vec!["embed", "final_norm", "logits"] };
         let mut ops = vec!["input", "attn.norm", "attn.q_a", "attn.q_a_norm", "attn.q_raw", "attn.q", "attn.kv_a"];
         ops.extend(["attn.kv_latent", "attn.k_rope", "attn.q_absorbed"]);
@@ -68,7 +68,7 @@ impl Site {
 }
 
 /// All points of a run, in the order in which the forward pass emits them.
-pub fn points(c: &RefConfig, options: Options) -> Vec<String> {
+pub fn points(c: &RefConfig, options: RefOptions) -> Vec<String> {
     let named = |site: Site| site.ops(c, options).into_iter().map(move |op| format!("{}{op}", site.prefix()));
     let mut all = vec!["embed".to_string()];
     all.extend((0..c.layers).flat_map(|n| named(Site::Trunk(n))));
@@ -80,7 +80,7 @@ pub fn points(c: &RefConfig, options: Options) -> Vec<String> {
 }
 
 /// The site of a point and its name there, or `None` where this model and run have no such point.
-pub fn parse<'a>(c: &RefConfig, options: Options, point: &'a str) -> Option<(Site, &'a str)> {
+pub fn parse<'a>(c: &RefConfig, options: RefOptions, point: &'a str) -> Option<(Site, &'a str)> {
     let (site, op) = if let Some(op) = point.strip_prefix("mtp.0.") {
         (options.mtp && c.mtp_layers > 0).then_some((Site::Mtp, op))?
     } else if let Some(rest) = point.strip_prefix("layers.") {
@@ -121,7 +121,7 @@ pub fn row_shape(c: &RefConfig, site: Site, op: &str, tokens: usize) -> Vec<usiz
 
 /// The points that the operation behind `point` reads, in the order of its arguments; `ids` stands for the token ids.
 /// `None` where this model and run have no such point.
-pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
+pub fn inputs_of(c: &RefConfig, options: RefOptions, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
     let moe = site.layer(c).is_some_and(|layer| c.is_moe(layer));
     let global = |name: &str| Some(vec![name.to_string()]);
@@ -179,7 +179,7 @@ pub fn inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<Str
 
 /// The points from which per-rank partial sums of `point` are recomputed: as [`inputs_of`], but the sum of experts goes
 /// back to their inner activations. `None` where `point` is not a sum over ranks.
-pub fn partial_inputs_of(c: &RefConfig, options: Options, point: &str) -> Option<Vec<String>> {
+pub fn partial_inputs_of(c: &RefConfig, options: RefOptions, point: &str) -> Option<Vec<String>> {
     let (site, op) = parse(c, options, point)?;
     match op {
         "ffn.out" if site.layer(c).is_some_and(|layer| c.is_moe(layer)) => {

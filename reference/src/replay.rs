@@ -11,9 +11,9 @@ use crate::config::RefConfig;
 use crate::error::RefError;
 use crate::experts;
 use crate::model::{flat, heads, index_weights};
-use crate::names::Param;
+use crate::names::RefParam;
 use crate::ops;
-use crate::points::{Options, Site, parse, partial_inputs_of, row_shape};
+use crate::points::{RefOptions, Site, parse, partial_inputs_of, row_shape};
 use crate::slice::{ExpertSplit, Placement, Split, placement};
 use crate::weights::Weights;
 
@@ -92,7 +92,7 @@ pub fn replay(
     c: &RefConfig,
     w: &dyn Weights,
     a: Arith,
-    options: Options,
+    options: RefOptions,
     point: &str,
     inputs: Captured<'_>,
     rows: &[usize],
@@ -112,7 +112,7 @@ pub fn partials(
     c: &RefConfig,
     w: &dyn Weights,
     a: Arith,
-    options: Options,
+    options: RefOptions,
     point: &str,
     inputs: Captured<'_>,
     rows: &[usize],
@@ -130,7 +130,7 @@ struct Replay<'a> {
     c: &'a RefConfig,
     w: &'a dyn Weights,
     a: Arith,
-    options: Options,
+    options: RefOptions,
     point: &'a str,
     site: Site,
     inputs: Captured<'a>,
@@ -141,9 +141,9 @@ impl Replay<'_> {
     fn run(&self, op: &str) -> Result<ArrayD<f64>, ReplayError> {
         let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
         let linear =
-            |input: &str, p: Param| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
+            |input: &str, p: RefParam| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
         let norm =
-            |x: Array2<f64>, p: Param, eps: f64| Ok::<_, ReplayError>(ops::rms_norm(a, &x, &*w.vector(at, p)?, eps));
+            |x: Array2<f64>, p: RefParam, eps: f64| Ok::<_, ReplayError>(ops::rms_norm(a, &x, &*w.vector(at, p)?, eps));
         let rope = |x: Array3<f64>, start: usize| {
             let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
             ops::rope(a, &x, start..start + c.rope, &self.positions(), c.rope_theta, style)
@@ -153,27 +153,27 @@ impl Replay<'_> {
             "embed" => wide(self.embedding(&(0..c.vocab))?),
             "enorm" => {
                 let next: Vec<usize> = self.rows.iter().map(|t| t + 1).collect();
-                wide(norm(pick(&self.whole("embed")?, &next)?, Param::ENorm, c.eps)?)
+                wide(norm(pick(&self.whole("embed")?, &next)?, RefParam::ENorm, c.eps)?)
             }
-            "hnorm" => wide(norm(pick(&self.whole("final_norm")?, self.rows)?, Param::HNorm, c.eps)?),
+            "hnorm" => wide(norm(pick(&self.whole("final_norm")?, self.rows)?, RefParam::HNorm, c.eps)?),
             "eh_proj" => {
                 let x = ops::joined(self.own("enorm")?.view(), self.own("hnorm")?.view());
-                wide(ops::linear(a, &x, &*w.matrix(at, Param::EhProj)?))
+                wide(ops::linear(a, &x, &*w.matrix(at, RefParam::EhProj)?))
             }
             "input" => match self.site {
                 Site::Mtp => wide(self.own("eh_proj")?),
                 Site::Trunk(n) if n > 0 => wide(pick(&self.whole(&format!("layers.{}.output", n - 1))?, self.rows)?),
                 _ => wide(pick(&self.whole("embed")?, self.rows)?),
             },
-            "attn.norm" => wide(norm(self.own("input")?, Param::AttnNorm, c.eps)?),
-            "attn.q_a" => wide(linear("attn.norm", Param::QA)?),
-            "attn.q_a_norm" => wide(norm(self.own("attn.q_a")?, Param::QANorm, c.latent_eps)?),
-            "attn.q_raw" => Ok(heads(linear("attn.q_a_norm", Param::QB)?, c.heads).into_dyn()),
+            "attn.norm" => wide(norm(self.own("input")?, RefParam::AttnNorm, c.eps)?),
+            "attn.q_a" => wide(linear("attn.norm", RefParam::QA)?),
+            "attn.q_a_norm" => wide(norm(self.own("attn.q_a")?, RefParam::QANorm, c.latent_eps)?),
+            "attn.q_raw" => Ok(heads(linear("attn.q_a_norm", RefParam::QB)?, c.heads).into_dyn()),
             "attn.q" => Ok(rope(heads(self.own("attn.q_raw")?, c.heads), c.nope).into_dyn()),
-            "attn.kv_a" => wide(linear("attn.norm", Param::KvA)?),
+            "attn.kv_a" => wide(linear("attn.norm", RefParam::KvA)?),
             "attn.kv_latent" => {
                 let latent = self.own("attn.kv_a")?.slice(s![.., ..c.kv_rank]).to_owned();
-                wide(norm(latent, Param::KvANorm, c.latent_eps)?)
+                wide(norm(latent, RefParam::KvANorm, c.latent_eps)?)
             }
             "attn.k_rope" => {
                 let k = self.own("attn.kv_a")?.slice(s![.., c.kv_rank..]).to_owned();
@@ -181,18 +181,18 @@ impl Replay<'_> {
             }
             "attn.q_absorbed" => {
                 let q = heads(self.own("attn.q_raw")?, c.heads);
-                Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, Param::KB)?).into_dyn())
+                Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, RefParam::KB)?).into_dyn())
             }
             "attn.index_q" => {
-                let q = heads(linear("attn.q_a_norm", Param::IndexQB)?, c.index_heads);
+                let q = heads(linear("attn.q_a_norm", RefParam::IndexQB)?, c.index_heads);
                 Ok(rope(q, 0).into_dyn())
             }
             "attn.index_k" => {
-                let (weight, bias) = (w.vector(at, Param::IndexKNormW)?, w.vector(at, Param::IndexKNormB)?);
-                let k = ops::layer_norm(a, &linear("attn.norm", Param::IndexK)?, &weight, &bias, c.index_eps);
+                let (weight, bias) = (w.vector(at, RefParam::IndexKNormW)?, w.vector(at, RefParam::IndexKNormB)?);
+                let k = ops::layer_norm(a, &linear("attn.norm", RefParam::IndexK)?, &weight, &bias, c.index_eps);
                 wide(flat(rope(heads(k, 1), 0)))
             }
-            "attn.index_weights" => wide(index_weights(a, c, &linear("attn.norm", Param::IndexProj)?)),
+            "attn.index_weights" => wide(index_weights(a, c, &linear("attn.norm", RefParam::IndexProj)?)),
             "attn.index_scores" => {
                 let q = heads(self.own("attn.index_q")?, c.index_heads);
                 let k = self.whole(&self.name("attn.index_k"))?;
@@ -203,15 +203,17 @@ impl Replay<'_> {
             "attn.latent" => self.latent(),
             "attn.context" => {
                 let latent = heads(self.own("attn.latent")?, c.heads);
-                Ok(ops::value_up(a, latent.view(), &*w.heads(at, Param::VB)?).into_dyn())
+                Ok(ops::value_up(a, latent.view(), &*w.heads(at, RefParam::VB)?).into_dyn())
             }
-            "attn.out" => wide(linear("attn.context", Param::O)?),
+            "attn.out" => wide(linear("attn.context", RefParam::O)?),
             "residual" => wide(ops::add(a, &self.own("input")?, &self.own("attn.out")?)),
-            "ffn.norm" => wide(norm(self.own("residual")?, Param::FfnNorm, c.eps)?),
-            "ffn.router_logits" => wide(ops::router_logits(a, &self.own("ffn.norm")?, &*w.matrix(at, Param::Router)?)),
+            "ffn.norm" => wide(norm(self.own("residual")?, RefParam::FfnNorm, c.eps)?),
+            "ffn.router_logits" => {
+                wide(ops::router_logits(a, &self.own("ffn.norm")?, &*w.matrix(at, RefParam::Router)?))
+            }
             "ffn.choice_scores" => {
                 let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
-                wide(ops::choice_scores(a, &p, &*w.vector(at, Param::RouterBias)?, c.groups, c.groups_used))
+                wide(ops::choice_scores(a, &p, &*w.vector(at, RefParam::RouterBias)?, c.groups, c.groups_used))
             }
             "ffn.expert_ids" => wide(ops::choose_experts(&self.own("ffn.choice_scores")?, c.experts_used)),
             "ffn.expert_weights" => {
@@ -221,7 +223,7 @@ impl Replay<'_> {
             "ffn.hidden" => match at.filter(|&n| c.is_moe(n)) {
                 Some(n) => Ok(experts::hidden(a, c, w, n, &self.own("ffn.norm")?, &self.expert_ids()?)?.into_dyn()),
                 None => {
-                    let (gate, up) = (w.matrix(at, Param::Gate)?, w.matrix(at, Param::Up)?);
+                    let (gate, up) = (w.matrix(at, RefParam::Gate)?, w.matrix(at, RefParam::Up)?);
                     wide(ops::swiglu(a, &self.own("ffn.norm")?, &gate, &up))
                 }
             },
@@ -230,16 +232,16 @@ impl Replay<'_> {
             "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => {
                 wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?))
             }
-            "ffn.out" => wide(linear("ffn.hidden", Param::Down)?),
+            "ffn.out" => wide(linear("ffn.hidden", RefParam::Down)?),
             "output" => wide(ops::add(a, &self.own("residual")?, &self.own("ffn.out")?)),
             "final_norm" => match self.site {
-                Site::Mtp => wide(norm(self.own("output")?, Param::MtpHeadNorm, c.eps)?),
+                Site::Mtp => wide(norm(self.own("output")?, RefParam::MtpHeadNorm, c.eps)?),
                 _ => {
                     let x = pick(&self.whole(&format!("layers.{}.output", c.layers - 1))?, self.rows)?;
-                    wide(norm(x, Param::FinalNorm, c.eps)?)
+                    wide(norm(x, RefParam::FinalNorm, c.eps)?)
                 }
             },
-            "logits" => wide(ops::linear(a, &self.own("final_norm")?, &*w.matrix(None, Param::Head)?)),
+            "logits" => wide(ops::linear(a, &self.own("final_norm")?, &*w.matrix(None, RefParam::Head)?)),
             _ => Err(ReplayError::Point(self.point.to_string())),
         }
     }
@@ -247,15 +249,15 @@ impl Replay<'_> {
     fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
         let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
         let moe = at.is_some_and(|n| c.is_moe(n));
-        let columns = |p: Param| match placement(c, p, split)? {
+        let columns = |p: RefParam| match placement(c, p, split)? {
             Placement::Cols(range) => Ok::<_, ReplayError>(range),
             _ => Err(ReplayError::Point(self.point.to_string())),
         };
-        let linear = |input: &str, p: Param| {
+        let linear = |input: &str, p: RefParam| {
             Ok::<_, ReplayError>(ops::linear_part(a, &self.own(input)?, &*w.matrix(at, p)?, columns(p)?))
         };
         let routed = || {
-            let held = placement(c, Param::DownExps, split)?;
+            let held = placement(c, RefParam::DownExps, split)?;
             self.routed(|expert| match &held {
                 Placement::Cols(range) => range.clone(),
                 Placement::Experts(range) if range.contains(&expert) => 0..c.moe_ffn,
@@ -263,15 +265,15 @@ impl Replay<'_> {
             })
         };
         match op {
-            "embed" => match placement(c, Param::Embed, split)? {
+            "embed" => match placement(c, RefParam::Embed, split)? {
                 Placement::Vocab { rows, .. } => self.embedding(&rows),
                 _ => Err(ReplayError::Point(self.point.to_string())),
             },
-            "attn.out" => linear("attn.context", Param::O),
-            "ffn.out" if !moe => linear("ffn.hidden", Param::Down),
+            "attn.out" => linear("attn.context", RefParam::O),
+            "ffn.out" if !moe => linear("ffn.hidden", RefParam::Down),
             "ffn.routed" => routed(),
-            "ffn.shared" => self.shared(columns(Param::DownShared)?),
-            "ffn.out" => Ok(ops::add(a, &routed()?, &self.shared(columns(Param::DownShared)?)?)),
+            "ffn.shared" => self.shared(columns(RefParam::DownShared)?),
+            "ffn.out" => Ok(ops::add(a, &routed()?, &self.shared(columns(RefParam::DownShared)?)?)),
             _ => Err(ReplayError::Point(self.point.to_string())),
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayD, Axis};
 
 use super::*;
-use crate::arith::{Order, Recipe};
+use crate::arith::{Order, RefRecipe};
 use crate::config::{Gating, RopeStyle};
 use crate::model::{forward, forward_choosing};
 use crate::points::{inputs_of, points};
@@ -52,7 +52,7 @@ pub(crate) fn tiny_config() -> RefConfig {
 struct Hashed(RefConfig);
 
 impl Hashed {
-    fn values(&self, layer: Option<usize>, param: Param, expert: usize) -> Vec<f32> {
+    fn values(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Vec<f32> {
         let seed = (layer.map_or(97, |n| n + 1) * 1009 + param as usize * 31 + expert * 7919) as u64;
         let n: usize = shape(&self.0, param).iter().product();
         let value = |i: usize| {
@@ -63,35 +63,35 @@ impl Hashed {
         (0..n).map(value).collect()
     }
 
-    fn two(&self, layer: Option<usize>, param: Param, expert: usize) -> Arc<Array2<f32>> {
+    fn two(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Arc<Array2<f32>> {
         let s = shape(&self.0, param);
         Arc::new(Array2::from_shape_vec((s[0], s[1]), self.values(layer, param, expert)).expect("shape"))
     }
 }
 
 impl Weights for Hashed {
-    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
+    fn vector(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array1<f32>>, RefError> {
         Ok(Arc::new(Array1::from(self.values(layer, param, 0))))
     }
-    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError> {
+    fn matrix(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array2<f32>>, RefError> {
         Ok(self.two(layer, param, 0))
     }
-    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError> {
+    fn heads(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array3<f32>>, RefError> {
         let s = shape(&self.0, param);
         Ok(Arc::new(Array3::from_shape_vec((s[0], s[1], s[2]), self.values(layer, param, 0)).expect("shape")))
     }
-    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
+    fn expert(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
         Ok(self.two(layer, param, expert + 1))
     }
     fn embedding_row(&self, id: usize) -> Result<Array1<f32>, RefError> {
-        Ok(self.two(None, Param::Embed, 0).row(id).to_owned())
+        Ok(self.two(None, RefParam::Embed, 0).row(id).to_owned())
     }
 }
 
 const IDS: [u32; 9] = [5, 80, 2, 2, 61, 7, 33, 90, 12];
-const SPARSE: Options = Options { dense: false, mtp: true };
+const SPARSE: RefOptions = RefOptions { dense: false, mtp: true };
 
-fn run(c: &RefConfig, a: Arith, options: Options) -> (Vec<String>, HashMap<String, ArrayD<f64>>) {
+fn run(c: &RefConfig, a: Arith, options: RefOptions) -> (Vec<String>, HashMap<String, ArrayD<f64>>) {
     let (mut names, mut values) = (Vec::new(), HashMap::new());
     let mut sink = |name: &str, value: ArrayD<f64>| {
         names.push(name.to_string());
@@ -109,7 +109,7 @@ fn captured(values: &HashMap<String, ArrayD<f64>>) -> impl Fn(&str) -> Option<Ar
 #[test]
 fn every_point_is_emitted_in_order_and_shape() {
     let c = tiny_config();
-    for options in [SPARSE, Options { dense: true, mtp: false }] {
+    for options in [SPARSE, RefOptions { dense: true, mtp: false }] {
         let (names, values) = run(&c, Arith::Exact, options);
         assert_eq!(names, points(&c, options));
         for name in names {
@@ -126,8 +126,8 @@ fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
     // Captured f32 values lose nothing of a run that holds f32 values, so each operation must give exactly what the run
     // had.
     let c = tiny_config();
-    for options in [SPARSE, Options { dense: true, mtp: true }] {
-        for a in [Recipe::Strict, Recipe::Fast].into_iter().flat_map(|recipe| Arith::orders(recipe, 2)) {
+    for options in [SPARSE, RefOptions { dense: true, mtp: true }] {
+        for a in [RefRecipe::Strict, RefRecipe::Fast].into_iter().flat_map(|recipe| Arith::orders(recipe, 2)) {
             let (names, values) = run(&c, a, options);
             for name in names {
                 let tokens = values[&name].shape()[0];
@@ -165,10 +165,12 @@ fn replay_reads_exactly_the_inputs_it_names() {
 #[test]
 fn f32_orders_differ_and_stay_near_the_truth() {
     let c = tiny_config();
-    let dense = Options { dense: true, mtp: false };
+    let dense = RefOptions { dense: true, mtp: false };
     let truth = &run(&c, Arith::Exact, dense).1["layers.0.output"];
-    let runs: Vec<_> =
-        Arith::orders(Recipe::Strict, 2).into_iter().map(|a| run(&c, a, dense).1["layers.0.output"].clone()).collect();
+    let runs: Vec<_> = Arith::orders(RefRecipe::Strict, 2)
+        .into_iter()
+        .map(|a| run(&c, a, dense).1["layers.0.output"].clone())
+        .collect();
     for y in &runs {
         let error = (y - truth).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
         let size = truth.mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
@@ -198,7 +200,7 @@ fn shared_layers_reuse_the_last_full_choice() {
 fn dense_equals_sparse_while_all_keys_fit() {
     let c = RefConfig { top_k: IDS.len(), ..tiny_config() };
     let sparse = run(&c, Arith::Exact, SPARSE).1;
-    let dense = run(&c, Arith::Exact, Options { dense: true, mtp: true }).1;
+    let dense = run(&c, Arith::Exact, RefOptions { dense: true, mtp: true }).1;
     assert_eq!(sparse["logits"], dense["logits"]);
     let short = run(&tiny_config(), Arith::Exact, SPARSE).1;
     assert_ne!(short["logits"], dense["logits"]);
@@ -284,7 +286,7 @@ fn f32_order_reaches_the_sums() {
     let w = Hashed(c.clone());
     let values = run(&c, Arith::Exact, SPARSE).1;
     let at = |order| {
-        replay(&c, &w, Arith::F32(Recipe::Strict, order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3])
+        replay(&c, &w, Arith::F32(RefRecipe::Strict, order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3])
             .expect("replays")
     };
     assert_ne!(at(Order::Sequential), at(Order::Reversed));
@@ -320,14 +322,14 @@ fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
             let a = Arith::F32(recipe, Order::Sequential);
             replay(&c, &w, a, SPARSE, &name, &captured(&values), &[0, 1, 5]).expect("replays")
         };
-        assert_eq!(at(Recipe::Strict) != at(Recipe::Fast), products.contains(&op) && !sums, "{name}");
+        assert_eq!(at(RefRecipe::Strict) != at(RefRecipe::Fast), products.contains(&op) && !sums, "{name}");
     }
 }
 
 #[test]
 fn forced_choices_are_gone_on_with_and_own_ones_are_shown() {
     let c = tiny_config();
-    let options = Options { dense: false, mtp: false };
+    let options = RefOptions { dense: false, mtp: false };
     let (_, own) = run(&c, Arith::Exact, options);
     let force = |choices: &dyn Fn(&str) -> Option<ArrayD<f32>>| {
         let mut values = HashMap::new();

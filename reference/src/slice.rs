@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::config::RefConfig;
 use crate::dequant::block_format;
 use crate::error::RefError;
-use crate::names::Param;
+use crate::names::RefParam;
 use crate::source::RawTensor;
 
 /// How routed experts are shared out.
@@ -73,8 +73,8 @@ pub struct Cut {
 ///
 /// # Errors
 /// [`RefError::Split`] where the rank does not exist or the axis does not divide evenly.
-pub fn placement(c: &RefConfig, param: Param, split: Split) -> Result<Placement, RefError> {
-    use Param::*;
+pub fn placement(c: &RefConfig, param: RefParam, split: Split) -> Result<Placement, RefError> {
+    use RefParam::*;
     let even = |what: &str, count: usize, unit: usize| {
         if split.tp == 0 || split.rank >= split.tp || !count.is_multiple_of(split.tp) {
             let reason = format!("{count} {what} do not divide evenly, or there is no such rank");
@@ -113,7 +113,7 @@ pub fn placement(c: &RefConfig, param: Param, split: Split) -> Result<Placement,
 /// # Errors
 /// As for [`placement`]; a type without a known layout; a tensor whose bytes do not fit its shape or whose axes do not
 /// hold the part (such as whole experts of a file that has one tensor per expert).
-pub fn cut(c: &RefConfig, param: Param, tensor: &RawTensor<'_>, split: Split) -> Result<Cut, RefError> {
+pub fn cut(c: &RefConfig, param: RefParam, tensor: &RawTensor<'_>, split: Split) -> Result<Cut, RefError> {
     let name = format!("{param:?}");
     let placement = placement(c, param, split)?;
     let format =
@@ -160,7 +160,7 @@ pub fn cut(c: &RefConfig, param: Param, tensor: &RawTensor<'_>, split: Split) ->
 /// As for [`placement`]; a type without a known layout; a tensor whose bytes do not fit the configuration.
 pub fn cut_values(c: &RefConfig, tensor: &RawTensor<'_>, split: Split) -> Result<Cut, RefError> {
     let name = || "whole kv_b".to_string();
-    let placement = placement(c, Param::VB, split)?;
+    let placement = placement(c, RefParam::VB, split)?;
     let format =
         block_format(tensor.type_id).ok_or_else(|| RefError::Format { name: name(), type_id: tensor.type_id })?;
     let misfit = || {

@@ -10,7 +10,7 @@ use ndarray::{Array1, Array2, Array3, s};
 use crate::config::RefConfig;
 use crate::dequant::block_format;
 use crate::error::RefError;
-use crate::names::{Param, file_names, whole_kv_b};
+use crate::names::{RefParam, file_names, whole_kv_b};
 use crate::source::{Format, RawModel, RawTensor};
 
 /// Decoded weights kept at most, unless one parameter alone is larger.
@@ -22,22 +22,22 @@ pub trait Weights: Sync {
     ///
     /// # Errors
     /// The tensor is missing or does not fit the configuration; the parameter is not a vector.
-    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError>;
+    fn vector(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array1<f32>>, RefError>;
     /// A projection, \[out, in\].
     ///
     /// # Errors
     /// As for [`Weights::vector`].
-    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError>;
+    fn matrix(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array2<f32>>, RefError>;
     /// One matrix per head: `KB` as \[head, latent, nope\], `VB` as \[head, value, latent\].
     ///
     /// # Errors
     /// As for [`Weights::vector`].
-    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError>;
+    fn heads(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array3<f32>>, RefError>;
     /// One routed expert's projection, \[out, in\].
     ///
     /// # Errors
     /// As for [`Weights::vector`].
-    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError>;
+    fn expert(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Result<Arc<Array2<f32>>, RefError>;
     /// One row of the token embedding, \[hidden\].
     ///
     /// # Errors
@@ -46,8 +46,8 @@ pub trait Weights: Sync {
 }
 
 /// The shape of a parameter, slowest axis first; for experts that of one of them. `KB` and `VB` have three axes.
-pub fn shape(c: &RefConfig, param: Param) -> Vec<usize> {
-    use Param::*;
+pub fn shape(c: &RefConfig, param: RefParam) -> Vec<usize> {
+    use RefParam::*;
     let shared = c.shared_experts * c.moe_ffn;
     match param {
         Embed | Head => vec![c.vocab, c.hidden],
@@ -85,14 +85,14 @@ pub fn file_tensor<'a>(
     raw: &'a dyn RawModel,
     c: &RefConfig,
     layer: Option<usize>,
-    param: Param,
+    param: RefParam,
     expert: Option<usize>,
 ) -> Result<Option<(String, RawTensor<'a>)>, RefError> {
-    let param = if param == Param::Head && c.tied_head { Param::Embed } else { param };
+    let param = if param == RefParam::Head && c.tied_head { RefParam::Embed } else { param };
     let names = file_names(raw.format(), param, layer, expert);
     let Some((name, tensor)) = names.iter().find_map(|name| Some((name.clone(), raw.tensor(name)?))) else {
         return match (param, names.into_iter().next()) {
-            (Param::KB | Param::VB, _) => Ok(None),
+            (RefParam::KB | RefParam::VB, _) => Ok(None),
             (_, name) => Err(RefError::tensor(name.unwrap_or_default(), "a tensor", "nothing")),
         };
     };
@@ -108,8 +108,8 @@ pub fn file_tensor<'a>(
     Ok(Some((name, tensor)))
 }
 
-fn is_expert(param: Param) -> bool {
-    matches!(param, Param::GateExps | Param::UpExps | Param::DownExps)
+fn is_expert(param: RefParam) -> bool {
+    matches!(param, RefParam::GateExps | RefParam::UpExps | RefParam::DownExps)
 }
 
 /// Shape (slowest axis first) and byte count against what the configuration and the block format demand.
@@ -154,7 +154,8 @@ fn decode(name: &str, tensor: &RawTensor<'_>, part: usize, parts: usize) -> Resu
     })
 }
 
-type Key = (Option<usize>, Param, Option<usize>);
+/// A parameter: layer, kind, and one expert of a stack (for the embedding: one id).
+pub type ParamKey = (Option<usize>, RefParam, Option<usize>);
 
 #[derive(Clone)]
 enum Plain {
@@ -167,7 +168,7 @@ enum Plain {
 struct Cache {
     layer: Option<usize>,
     bytes: usize,
-    kept: HashMap<Key, Plain>,
+    kept: HashMap<ParamKey, Plain>,
 }
 
 /// The parameters of a [`RawModel`]. Keeps what it decoded until another layer is asked for.
@@ -183,7 +184,7 @@ impl<'a> ModelWeights<'a> {
         ModelWeights { raw, config: config.clone(), cache: Mutex::default() }
     }
 
-    fn cached(&self, key: Key, read: impl FnOnce() -> Result<Plain, RefError>) -> Result<Plain, RefError> {
+    fn cached(&self, key: ParamKey, read: impl FnOnce() -> Result<Plain, RefError>) -> Result<Plain, RefError> {
         let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plain) = lock().kept.get(&key) {
             return Ok(plain.clone());
@@ -208,14 +209,14 @@ impl<'a> ModelWeights<'a> {
     fn tensor(
         &self,
         layer: Option<usize>,
-        param: Param,
+        param: RefParam,
         expert: Option<usize>,
     ) -> Result<(String, RawTensor<'_>), RefError> {
         let found = file_tensor(self.raw, &self.config, layer, param, expert)?;
         found.ok_or(RefError::Form { param, asked: "tensor" })
     }
 
-    fn read_matrix(&self, layer: Option<usize>, param: Param, expert: Option<usize>) -> Result<Plain, RefError> {
+    fn read_matrix(&self, layer: Option<usize>, param: RefParam, expert: Option<usize>) -> Result<Plain, RefError> {
         let (name, tensor) = self.tensor(layer, param, expert)?;
         let (part, parts) = match (expert, self.raw.format()) {
             (Some(e), Format::Gguf) => (e, self.config.experts),
@@ -229,7 +230,7 @@ impl<'a> ModelWeights<'a> {
         )))
     }
 
-    fn read_heads(&self, layer: usize, param: Param) -> Result<Plain, RefError> {
+    fn read_heads(&self, layer: usize, param: RefParam) -> Result<Plain, RefError> {
         let c = &self.config;
         let want = shape(c, param);
         if let Some((name, tensor)) = file_tensor(self.raw, c, Some(layer), param, None)? {
@@ -252,7 +253,9 @@ impl<'a> ModelWeights<'a> {
             .map_err(|e| RefError::tensor(name, "heads of nope and value rows", e.to_string()))?;
         let part = match param {
             // Per head the key rows come first; stored [nope, latent], wanted [latent, nope].
-            Param::KB => whole.slice(s![.., ..c.nope, ..]).permuted_axes([0, 2, 1]).as_standard_layout().into_owned(),
+            RefParam::KB => {
+                whole.slice(s![.., ..c.nope, ..]).permuted_axes([0, 2, 1]).as_standard_layout().into_owned()
+            }
             _ => whole.slice(s![.., c.nope.., ..]).to_owned(),
         };
         Ok(Plain::Heads(Arc::new(part)))
@@ -260,7 +263,7 @@ impl<'a> ModelWeights<'a> {
 }
 
 impl Weights for ModelWeights<'_> {
-    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
+    fn vector(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array1<f32>>, RefError> {
         let read = || {
             let (name, tensor) = self.tensor(layer, param, None)?;
             Ok(Plain::Vector(Arc::new(Array1::from(decode(&name, &tensor, 0, 1)?))))
@@ -274,7 +277,7 @@ impl Weights for ModelWeights<'_> {
         }
     }
 
-    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError> {
+    fn matrix(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array2<f32>>, RefError> {
         let wrong = RefError::Form { param, asked: "matrix" };
         if shape(&self.config, param).len() != 2 || is_expert(param) {
             return Err(wrong);
@@ -285,16 +288,16 @@ impl Weights for ModelWeights<'_> {
         }
     }
 
-    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError> {
+    fn heads(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array3<f32>>, RefError> {
         let wrong = RefError::Form { param, asked: "heads" };
-        let (Param::KB | Param::VB, Some(n)) = (param, layer) else { return Err(wrong) };
+        let (RefParam::KB | RefParam::VB, Some(n)) = (param, layer) else { return Err(wrong) };
         match self.cached((layer, param, None), || self.read_heads(n, param))? {
             Plain::Heads(a) => Ok(a),
             _ => Err(wrong),
         }
     }
 
-    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
+    fn expert(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
         let wrong = RefError::Form { param, asked: "expert" };
         if !is_expert(param) || expert >= self.config.experts {
             return Err(wrong);
@@ -310,7 +313,7 @@ impl Weights for ModelWeights<'_> {
         if id >= vocab {
             return Err(RefError::Token { id, vocab });
         }
-        let (name, tensor) = self.tensor(None, Param::Embed, None)?;
+        let (name, tensor) = self.tensor(None, RefParam::Embed, None)?;
         Ok(Array1::from(decode(&name, &tensor, id, vocab)?))
     }
 }

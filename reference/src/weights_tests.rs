@@ -49,9 +49,9 @@ fn a_whole_kv_b_is_split_and_its_keys_transposed() {
     // Rows per head: one key row, two value rows, of two latent columns each.
     let hand = Hand::new(Format::Hf).with("model.layers.1.self_attn.kv_b_proj.weight", &[2, 6], |i| i as f32);
     let w = ModelWeights::new(&hand, &small());
-    assert_eq!(*w.heads(Some(1), Param::KB).expect("split"), array![[[0.0], [1.0]], [[6.0], [7.0]]]);
+    assert_eq!(*w.heads(Some(1), RefParam::KB).expect("split"), array![[[0.0], [1.0]], [[6.0], [7.0]]]);
     assert_eq!(
-        *w.heads(Some(1), Param::VB).expect("split"),
+        *w.heads(Some(1), RefParam::VB).expect("split"),
         array![[[2.0, 3.0], [4.0, 5.0]], [[8.0, 9.0], [10.0, 11.0]]]
     );
 }
@@ -60,8 +60,8 @@ fn a_whole_kv_b_is_split_and_its_keys_transposed() {
 fn separate_k_b_is_taken_as_it_is() {
     let hand = Hand::new(Format::Gguf).with("blk.1.attn_k_b.weight", &[1, 2, 2], |i| i as f32);
     let w = ModelWeights::new(&hand, &small());
-    assert_eq!(*w.heads(Some(1), Param::KB).expect("read"), array![[[0.0], [1.0]], [[2.0], [3.0]]]);
-    match w.heads(Some(1), Param::VB) {
+    assert_eq!(*w.heads(Some(1), RefParam::KB).expect("read"), array![[[0.0], [1.0]], [[2.0], [3.0]]]);
+    match w.heads(Some(1), RefParam::VB) {
         Err(RefError::Tensor { name, .. }) => assert_eq!(name, "blk.1.attn_v_b.weight"),
         other => panic!("{other:?}"),
     }
@@ -77,10 +77,10 @@ fn experts_are_read_from_a_stack_or_one_by_one() {
         Hand::new(Format::Hf)
             .with("model.layers.1.mlp.experts.2.up_proj.weight", &[c.hidden, c.moe_ffn], |i| (i + 2 * size) as f32);
     let (stack, single) = (ModelWeights::new(&stack, &c), ModelWeights::new(&single, &c));
-    let from_stack = stack.expert(Some(1), Param::UpExps, 2).expect("read");
-    assert_eq!(from_stack, single.expert(Some(1), Param::UpExps, 2).expect("read"));
+    let from_stack = stack.expert(Some(1), RefParam::UpExps, 2).expect("read");
+    assert_eq!(from_stack, single.expert(Some(1), RefParam::UpExps, 2).expect("read"));
     assert_eq!(from_stack[[0, 0]], (2 * size) as f32);
-    assert!(stack.expert(Some(1), Param::UpExps, c.experts).is_err());
+    assert!(stack.expert(Some(1), RefParam::UpExps, c.experts).is_err());
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn values_are_kept_until_another_layer_is_asked_for() {
     let w = ModelWeights::new(&hand, &c);
     // Each read of a weight looks once for the tensor and once for a separate scale, which is absent and not counted.
     for (layer, reads) in [(0, 1), (0, 1), (1, 2), (0, 3)] {
-        w.vector(Some(layer), Param::AttnNorm).expect("read");
+        w.vector(Some(layer), RefParam::AttnNorm).expect("read");
         assert_eq!(hand.reads.load(Ordering::Relaxed), reads);
     }
 }
@@ -105,11 +105,11 @@ fn a_tied_head_is_the_embedding() {
     let c = RefConfig { tied_head: true, vocab: 3, hidden: 2, ..tiny_config() };
     let hand = Hand::new(Format::Gguf).with("token_embd.weight", &[2, 3], |i| i as f32);
     let w = ModelWeights::new(&hand, &c);
-    assert_eq!(*w.matrix(None, Param::Head).expect("tied"), array![[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]);
+    assert_eq!(*w.matrix(None, RefParam::Head).expect("tied"), array![[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]);
     assert_eq!(w.embedding_row(2).expect("exists"), array![4.0, 5.0]);
     assert_eq!(w.embedding_row(3), Err(RefError::Token { id: 3, vocab: 3 }));
     let untied = RefConfig { tied_head: false, ..c };
-    assert!(ModelWeights::new(&hand, &untied).matrix(None, Param::Head).is_err());
+    assert!(ModelWeights::new(&hand, &untied).matrix(None, RefParam::Head).is_err());
 }
 
 #[test]
@@ -126,10 +126,13 @@ fn wrong_shapes_and_forms_are_named() {
         other => panic!("{other:?}"),
     };
     assert_ne!(c.q_rank, c.hidden);
-    assert_eq!(named(w.matrix(Some(0), Param::QA).expect_err("transposed")), "blk.0.attn_q_a.weight");
-    assert_eq!(named(w.matrix(Some(0), Param::Gate).expect_err("absent")), "blk.0.ffn_gate.weight");
-    assert_eq!(named(w.matrix(Some(0), Param::Up).expect_err("a scale apart")), "blk.0.ffn_up.scale");
-    assert!(w.vector(Some(0), Param::AttnNorm).is_ok(), "a trailing axis of one is no axis");
-    assert_eq!(w.vector(Some(0), Param::QA), Err(RefError::Form { param: Param::QA, asked: "vector" }));
-    assert_eq!(w.matrix(Some(0), Param::KB).map(|_| ()), Err(RefError::Form { param: Param::KB, asked: "matrix" }));
+    assert_eq!(named(w.matrix(Some(0), RefParam::QA).expect_err("transposed")), "blk.0.attn_q_a.weight");
+    assert_eq!(named(w.matrix(Some(0), RefParam::Gate).expect_err("absent")), "blk.0.ffn_gate.weight");
+    assert_eq!(named(w.matrix(Some(0), RefParam::Up).expect_err("a scale apart")), "blk.0.ffn_up.scale");
+    assert!(w.vector(Some(0), RefParam::AttnNorm).is_ok(), "a trailing axis of one is no axis");
+    assert_eq!(w.vector(Some(0), RefParam::QA), Err(RefError::Form { param: RefParam::QA, asked: "vector" }));
+    assert_eq!(
+        w.matrix(Some(0), RefParam::KB).map(|_| ()),
+        Err(RefError::Form { param: RefParam::KB, asked: "matrix" })
+    );
 }

@@ -373,9 +373,9 @@ pub struct SubjectArgs {
     /// The device.
     #[command(flatten)]
     pub device: DeviceArgs,
-    /// What queries attend to
-    #[arg(long, value_enum, default_value = "dsa")]
-    pub attention: AttentionArg,
+    /// What queries attend to [default: dsa]; of a dump that states another: exit 2
+    #[arg(long, value_enum)]
+    pub attention: Option<AttentionArg>,
     /// A model that is trusted as the other side (stages file, tokenizer, weights and logits)
     #[arg(long, value_name = "PATH")]
     pub baseline: Option<PathBuf>,

@@ -24,6 +24,7 @@ use crate::device::{Around, Clock, Recipe, Spent};
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
+use crate::report::Run;
 use crate::report::bench::{self as record, CpuBench, Memory, Share, Speed, Spread, Sweep};
 use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
@@ -184,11 +185,14 @@ impl Speeds {
     fn of(self, checkpoint: &Checkpoint, args: &BenchArgs, options: Options, recipe: Recipe, token: u64) -> Speed {
         let decode = Spread::new(args.steps, self.decode);
         Speed {
-            model: checkpoint.name().into(),
-            tp: args.tp,
-            device: args.device.device.to_string(),
-            recipe: recipe.name(),
-            attention: options.attention.name(),
+            run: Run {
+                model: checkpoint.name().into(),
+                tp: args.tp,
+                device: args.device.device.to_string(),
+                recipe: recipe.name(),
+                attention: options.attention.name(),
+                prompt: format!("{} ids of a fixed sequence", args.prompt),
+            },
             prefill_tokens_per_second: Spread::new(args.prompt, self.prefill),
             weight_bytes_per_token: token,
             weight_bytes_per_second: decode.median * token as f64,

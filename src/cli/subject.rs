@@ -8,13 +8,11 @@ use serde::Serialize;
 use super::args::SubjectArgs;
 use super::{CliError, attention, console, device, emit};
 use crate::checkpoint::Checkpoint;
-use crate::engine::Engines;
-use crate::engine::Recipe;
+use crate::engine::{Attention, Engines, Recipe};
 use crate::faults::decorate::Decorations;
 use crate::faults::{CATALOGUE, Injection, Target, inject};
 use crate::probe::dump;
-use crate::report::verification::Run;
-use crate::report::{Page, Record};
+use crate::report::{Page, Record, Run};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
 use crate::verify::Subject;
@@ -37,6 +35,11 @@ fn degree(args: &SubjectArgs) -> usize {
     args.tp.unwrap_or(if args.model.model.is_none() { 8 } else { 1 })
 }
 
+/// What queries attend to, as typed, or sparse as the model is.
+fn attention_of(args: &SubjectArgs) -> Attention {
+    args.attention.map_or(Attention::Dsa, attention)
+}
+
 /// Engines with the faults of `--inject`, or plain ones.
 pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> {
     if args.inject.is_empty() {
@@ -53,7 +56,7 @@ pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> 
 
 /// What faults are put into.
 fn target<'a>(args: &SubjectArgs, checkpoint: &'a Checkpoint) -> Target<'a> {
-    Target { checkpoint, tp: degree(args), attention: attention(args.attention) }
+    Target { checkpoint, tp: degree(args), attention: attention_of(args) }
 }
 
 /// What ran, and on what: a dump may say so, else it is as typed.
@@ -120,6 +123,13 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     if let Some(t) = &target {
         same_model(&checkpoint, t)?;
     }
+    let stated = target.as_ref().map(|t| t.trace.attention);
+    if let (Some(stated), Some(typed)) = (stated, args.attention.map(attention).filter(|typed| Some(*typed) != stated))
+    {
+        let problem =
+            format!("--attention {}: the dump states {}; leave it out, or dump with it", typed.name(), stated.name());
+        return Err(CliError::Usage(problem));
+    }
     let recipe = target.as_ref().map_or(Ok(engines.backend().recipe()), recipe_of_dump)?;
     let target = target.map(|t| t.trace);
     let vocab = checkpoint.config().vocab;
@@ -139,7 +149,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         engines,
         recipe,
         tp: target.as_ref().map_or(tp, |t| t.tp),
-        attention: attention(args.attention),
+        attention: attention_of(args),
         ids,
         prompt,
         own_prompt: args.prompt.is_some(),

@@ -7,8 +7,12 @@ use super::args::{StageArg, VerifyArgs};
 use super::console::Bar;
 use super::subject::{engines, lists_faults, run_of, subject};
 use super::{CliError, Exit, console, emit, interrupt};
+use crate::checkpoint::Mtp;
 #[cfg(feature = "cuda")]
 use crate::doctor;
+use crate::model::config::Fact;
+use crate::model::params;
+use crate::report::covered::{Covered, Trusted};
 use crate::report::verification::Verification;
 use crate::report::{Look, Page, Progress, StageReport, Verdict, json};
 #[cfg(feature = "cuda")]
@@ -66,6 +70,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         exit: Exit::Unmeasured.code(),
         incomplete: None,
         stages: Vec::new(),
+        covered: None,
         all: args.all,
         advice: "",
     };
@@ -101,6 +106,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         }
         found.add(report);
     }
+    found.covered = found.incomplete.is_none().then(|| covered(&subject, &found.stages));
     let exit = if found.incomplete.is_some() { Exit::Usage } else { exit_of(&found, args) };
     found.exit = exit.code();
     found.advice = advice(&found, exit, subject.baseline.is_some());
@@ -112,6 +118,33 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         console::error(why);
     }
     Ok(exit)
+}
+
+/// What the stages covered, and what is left to trust.
+fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
+    let (reach, not_applicable) = Covered::of(stages);
+    let (c, ran) = (subject.checkpoint.config(), |name| stages.iter().any(|s| s.stage == name));
+    let baseline = subject.baseline.as_ref();
+    let compared = |stage| baseline.is_some() && ran(stage);
+    let trusted = |f: &Fact| Trusted { name: f.name, value: f.value.clone(), source: f.source.clone() };
+    let metadata = if compared("file") { Vec::new() } else { c.on_trust().map(trusted).collect() };
+    let parameters = if compared("weights") { 0 } else { params::of_trunk(c).len() + params::of_mtp(c).len() };
+    Covered {
+        baseline: baseline.map(|b| b.name().into()),
+        metadata_on_trust: metadata,
+        parameters_on_trust: parameters,
+        reach,
+        context: c.context,
+        tokens: subject.ids.len(),
+        all_experts: (c.layers - c.dense_layers) * c.experts,
+        mtp: match subject.checkpoint.coverage().mtp {
+            Mtp::None => "none is declared",
+            Mtp::Whole => "not run; its data is taken on trust",
+            Mtp::Partial => "not run; incomplete in this file",
+            Mtp::Absent => "not run; declared, but not in this file",
+        },
+        not_applicable,
+    }
 }
 
 /// What is said if the run is stopped now: the stages that ended.

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_reference::Param as RefParam;
+use lockstep_reference::RefParam;
 
 use super::explain::EXPLANATIONS;
 use super::hypothesis::{Alter, Hypothesis, OpContext};
@@ -16,13 +16,14 @@ use crate::model::place::Unit;
 use crate::model::{Layout, params};
 use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, Fit, RuledOut, UNKNOWN};
 use crate::report::json::Number;
+use crate::report::table::ranges;
 use crate::report::{Progress, Verdict};
 use crate::verify::activations::{judge_all, sparse_activity};
 use crate::verify::feed::{Feed, Listen, feed};
 use crate::verify::floor::{Energy, LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
 use crate::verify::param_map::reference_of;
-use crate::verify::replay::{Seen, Unjudged};
+use crate::verify::replay::{Measured, Seen, Unjudged};
 use crate::verify::subject::points_of;
 use crate::verify::{Subject, VerifyError};
 
@@ -123,8 +124,32 @@ fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
             e.m + e.misplaced >= LEAST_VALUES.min(width) && e.share() > 1.0
         })
         .collect();
-    let list = crate::report::table::ranges(&bad);
-    Ok(if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") })
+    if bad.is_empty() {
+        let columns = measured.columns().into_iter().filter(|(_, _, e)| e.share() > 1.0);
+        let columns: Vec<usize> = columns.flat_map(|(from, to, _)| from..=to).collect();
+        return Ok(format!("columns {} of {width}", ranges(&columns)));
+    }
+    let list = ranges(&bad);
+    let factor = factor(&measured, |j| bad.contains(&(j / size))).map_or(String::new(), |f| {
+        format!(", by a factor of {f:.4}") // a finding of its own, whether or not a kind of fault explains it
+    });
+    let place =
+        if bad.len() == count { format!("every {unit} ({count})") } else { format!("{unit} {list} of {count}") };
+    Ok(place + &factor)
+}
+
+/// What the columns are of the truth, if one factor brings all of them within their floor.
+fn factor(measured: &Measured, mine: impl Fn(usize) -> bool) -> Option<f64> {
+    let (mut dot, mut size) = (0.0, 0.0);
+    let all = measured.target.indexed_iter().zip(&measured.floored.exact).filter(|(((_, j), _), _)| mine(*j));
+    for ((_, t), r) in all {
+        dot += t * r;
+        size += r * r;
+    }
+    let factor = dot / size;
+    let exact = |i: usize, j: usize| mine(j).then(|| factor * measured.floored.exact[[i, j]]);
+    let left: Energy = measured.floored.energies(measured.target.rows(), exact).iter().sum();
+    (factor.is_finite() && factor != 0.0 && left.m > 0 && left.share() <= 1.0).then_some(factor)
 }
 
 /// Values of the target that are neither finite nor masked.

@@ -2,12 +2,11 @@
 //! is accepted only if the residual falls back to its own noise floor.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
 use lockstep_reference::weights::file_tensor;
-use lockstep_reference::{Options, Param, RawTensor, RefConfig, RefError, Weights};
+use lockstep_reference::{ParamKey, RawTensor, RefConfig, RefError, RefOptions, RefParam};
 
 use crate::checkpoint::oracle::Raw;
 use crate::model::{Config, Place, Point};
@@ -15,7 +14,7 @@ use crate::probe::Trace;
 use crate::verify::VerifyError;
 use crate::verify::op::Slices;
 use crate::verify::param_map::reference_of;
-use crate::verify::patched_weights::{Key, Value};
+use crate::verify::patched_weights::{Value, value_of};
 use crate::verify::replay::{Judge, Unjudged};
 
 /// An operation that diverges, and everything to explain it with.
@@ -37,9 +36,9 @@ pub struct OpContext<'a> {
 /// What a hypothesis changes.
 pub enum Alter<'a> {
     /// Parameters, as the given rank has them.
-    Weights(Box<dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a>),
+    Weights(Box<dyn Fn(usize, ParamKey) -> Result<Option<Value>, RefError> + Sync + 'a>),
     /// How the model is run.
-    Options(Options),
+    Options(RefOptions),
     /// Its settings.
     Config(Box<RefConfig>),
     /// What these ranks add to the sum over ranks that the operation is: nothing.
@@ -62,7 +61,7 @@ pub struct Hypothesis<'a> {
     pub also: Vec<Point>,
     /// The parameter whose bytes on the device it predicts, and what the faulty loader takes its tensor for: decides
     /// where nothing finite is left to compare.
-    pub reads: Option<(Param, Misread<'a>)>,
+    pub reads: Option<(RefParam, Misread<'a>)>,
     /// What it changes.
     pub alter: Alter<'a>,
 }
@@ -71,7 +70,7 @@ pub struct Hypothesis<'a> {
 pub type Misread<'a> = Box<dyn Fn() -> Option<RawTensor<'a>> + Sync + 'a>;
 
 /// The bytes that a rank holds where a parameter belongs; `None` where there is no engine to ask.
-pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, Param) -> Option<Vec<u8>>;
+pub type Held<'a> = &'a dyn Fn(usize, Option<usize>, RefParam) -> Option<Vec<u8>>;
 
 impl<'a> OpContext<'a> {
     /// An explanation of the operation on the ranks that diverge.
@@ -90,9 +89,9 @@ impl<'a> OpContext<'a> {
     /// One parameter altered where `ranks` hold it, as long as `alter` makes something of it.
     pub fn altering(
         &'a self,
-        (layer, param): (Option<usize>, Param),
+        (layer, param): (Option<usize>, RefParam),
         ranks: Vec<usize>,
-        alter: impl Fn(Key, &Value) -> Option<Value> + Sync + 'a,
+        alter: impl Fn(ParamKey, &Value) -> Option<Value> + Sync + 'a,
     ) -> Alter<'a> {
         Alter::Weights(Box::new(move |rank, key| {
             if (key.0, key.1) != (layer, param) {
@@ -120,12 +119,12 @@ impl<'a> OpContext<'a> {
     }
 
     /// The parameters that the operation multiplies with.
-    pub fn params(&self) -> Vec<(Option<usize>, Param)> {
+    pub fn params(&self) -> Vec<(Option<usize>, RefParam)> {
         self.place.params(self.model).into_iter().map(|p| (p.layer, reference_of(p.kind))).collect()
     }
 
     /// The name of a parameter's tensor in the file.
-    pub fn tensor(&self, layer: Option<usize>, param: Param) -> String {
+    pub fn tensor(&self, layer: Option<usize>, param: RefParam) -> String {
         let found = file_tensor(self.raw, self.judge.config, layer, param, Some(0));
         found.ok().flatten().map_or_else(|| format!("{param:?}"), |(name, _)| name)
     }
@@ -134,7 +133,7 @@ impl<'a> OpContext<'a> {
     ///
     /// # Errors
     /// A degree that does not divide the parameter.
-    pub fn placement(&self, param: Param, rank: usize) -> Result<Placement, RefError> {
+    pub fn placement(&self, param: RefParam, rank: usize) -> Result<Placement, RefError> {
         placement(self.judge.config, param, self.split(rank))
     }
 
@@ -166,10 +165,10 @@ impl<'a> OpContext<'a> {
 
     fn residual_at(&self, point: Point, hypothesis: &Hypothesis<'_>) -> Result<Slices, Unjudged> {
         let place = self.place.at(point);
-        let change = |rank: usize, key: Key| match &hypothesis.alter {
+        let change = |rank: usize, key: ParamKey| match &hypothesis.alter {
             Alter::Weights(change) => change(rank, key),
             // A row of the embedding when `ranks` do not answer for theirs.
-            Alter::Missing(ranks) if key.1 == Param::Embed => {
+            Alter::Missing(ranks) if key.1 == RefParam::Embed => {
                 let base = value_of(self.judge.weights, key)?;
                 self.on_ranks(ranks, rank, key, &base, base.map(|_| 0.0)).map(Some)
             }
@@ -198,12 +197,12 @@ impl<'a> OpContext<'a> {
         &self,
         ranks: &[usize],
         rank: usize,
-        key: Key,
+        key: ParamKey,
         base: &Value,
         altered: Value,
     ) -> Result<Value, RefError> {
         let mut out = base.clone();
-        if let (Param::Embed, Some(id)) = (key.1, key.2) {
+        if let (RefParam::Embed, Some(id)) = (key.1, key.2) {
             for r in ranks {
                 if matches!(self.placement(key.1, *r)?, Placement::Vocab { rows, .. } if rows.contains(&id)) {
                     return Ok(altered);
@@ -255,23 +254,6 @@ pub fn part(placement: Placement) -> Option<(usize, Range<usize>)> {
         Placement::Rows(range) | Placement::Heads(range) | Placement::Vocab { rows: range, .. } => Some((0, range)),
         Placement::Cols(range) => Some((1, range)),
     }
-}
-
-/// A parameter of the reference in whichever form it has.
-///
-/// # Errors
-/// Weights that cannot be read.
-pub fn value_of(weights: &dyn Weights, key: Key) -> Result<Value, RefError> {
-    use Param::*;
-    let (layer, param, expert) = key;
-    Ok(match param {
-        FinalNorm | AttnNorm | QANorm | KvANorm | IndexKNormW | IndexKNormB | FfnNorm | RouterBias | ENorm | HNorm
-        | MtpHeadNorm => Value::Vector(weights.vector(layer, param)?),
-        KB | VB => Value::Heads(weights.heads(layer, param)?),
-        GateExps | UpExps | DownExps => Value::Matrix(weights.expert(layer, param, expert.unwrap_or(0))?),
-        Embed => Value::Vector(Arc::new(weights.embedding_row(expert.unwrap_or(0))?)),
-        _ => Value::Matrix(weights.matrix(layer, param)?),
-    })
 }
 
 /// Rows of several matrices one below the other.

@@ -8,7 +8,7 @@ use std::io;
 use serde::Serialize;
 
 use super::table::{Table, bytes, rate, short};
-use super::{Page, Record};
+use super::{Page, Record, Run};
 
 /// Several measurements of one thing.
 #[derive(Clone, Debug, Serialize)]
@@ -45,11 +45,8 @@ impl Spread {
 /// What is measured on every device.
 #[derive(Clone, Debug, Serialize)]
 pub struct Speed {
-    pub model: String,
-    pub tp: usize,
-    pub device: String,
-    pub recipe: &'static str,
-    pub attention: &'static str,
+    #[serde(flatten)]
+    pub run: Run,
     pub prefill_tokens_per_second: Spread,
     pub decode_tokens_per_second: Spread,
     pub weight_bytes_per_token: u64,
@@ -57,11 +54,6 @@ pub struct Speed {
 }
 
 impl Speed {
-    fn line(&self) -> String {
-        let Speed { model, tp, device, recipe, attention, .. } = self;
-        format!("{model}, tp {tp}, {device}, recipe {recipe}, attention {attention}")
-    }
-
     fn speeds(&self, page: &mut Page<'_>) -> io::Result<()> {
         page.line(self.prefill_tokens_per_second.line("prefill"))?;
         page.line(self.decode_tokens_per_second.line("decode"))
@@ -122,7 +114,7 @@ pub struct CpuBench {
 impl Record for CpuBench {
     fn text(&self, page: &mut Page<'_>) -> io::Result<()> {
         let (open, load) = (1e3 * self.open_seconds, 1e3 * self.load_seconds);
-        page.line(format!("{}, {} threads", self.speed.line(), self.threads))?;
+        page.line(format!("{}, {} threads", self.speed.run.line(), self.threads))?;
         page.line(format!("  load     open {open:.0} ms, weights to ranks {load:.0} ms"))?;
         self.speed.speeds(page)?;
         page.line(format!("  reads    {}", self.reads()))?;
@@ -269,7 +261,7 @@ pub struct GpuBench {
 impl Record for GpuBench {
     fn text(&self, page: &mut Page<'_>) -> io::Result<()> {
         let (load, b, step) = (&self.load, &self.bandwidth, &self.step);
-        page.line(self.speed.line())?;
+        page.line(self.speed.run.line())?;
         page.line(format!("  gpus     {}", self.gpus.join(", ")))?;
         page.line(match load.file_bytes {
             0 => format!("  load     {:.2} s, from no file: the model is built in", load.seconds),

@@ -6,8 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::json::Number;
 use super::table::{Table, ranges};
-use super::verification::Run;
-use super::{Page, Record, Verdict};
+use super::{Page, Record, Run, Verdict};
 
 /// The word for a fault that nothing of the catalogue explains.
 pub const UNKNOWN: &str = "UNKNOWN";

@@ -4,10 +4,12 @@
 pub mod bench;
 pub mod bisection;
 pub mod checkup;
+pub mod covered;
 pub mod inspection;
 pub mod json;
 mod page;
 mod progress;
+mod run;
 pub mod table;
 mod verdict;
 pub mod verification;
@@ -18,7 +20,8 @@ use serde::Serialize;
 
 pub use page::{Look, Page, clean, clean_lines};
 pub use progress::Progress;
-pub use verdict::{Check, StageReport, Verdict};
+pub use run::Run;
+pub use verdict::{Check, Reach, StageReport, Verdict};
 
 /// What a command found. Serialised it is the `--json` document, whose schema is in `docs/schemas`.
 pub trait Record: Serialize {

@@ -128,6 +128,32 @@ impl Serialize for Check {
     }
 }
 
+/// How much of the model a stage ran and judged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Reach {
+    /// Positions of the context that were reached.
+    pub positions: usize,
+    /// Rows at which operations were judged.
+    pub rows: usize,
+    /// Experts, of every layer, whose products were judged.
+    pub experts: usize,
+    /// Sequences that ran in one step.
+    pub sequences: usize,
+}
+
+impl Reach {
+    /// The further of two, in each.
+    #[must_use]
+    pub fn max(self, other: Reach) -> Reach {
+        Reach {
+            positions: self.positions.max(other.positions),
+            rows: self.rows.max(other.rows),
+            experts: self.experts.max(other.experts),
+            sequences: self.sequences.max(other.sequences),
+        }
+    }
+}
+
 /// What a stage found.
 #[derive(Clone, Debug)]
 pub struct StageReport {
@@ -141,24 +167,30 @@ pub struct StageReport {
     pub made: usize,
     /// Wall time.
     pub seconds: f64,
+    /// How much of the model it ran and judged; nothing for stages that run none of it.
+    pub reach: Reach,
 }
 
 impl StageReport {
     /// A stage that cannot apply, with the reason.
     pub fn not_applicable(stage: &'static str, reason: impl Into<String>) -> Self {
-        let check = Check::new(stage, Verdict::NotApplicable, reason);
-        StageReport { stage, summary: check.detail.clone(), checks: vec![check], made: 0, seconds: 0.0 }
+        StageReport::nothing(stage, Verdict::NotApplicable, reason.into())
     }
 
     /// A stage that had nothing to judge although it should have: no data is never a pass.
     pub fn unmeasured(stage: &'static str, reason: impl Into<String>) -> Self {
-        let check = Check::new(stage, Verdict::Unmeasured, reason);
-        StageReport { stage, summary: check.detail.clone(), checks: vec![check], made: 0, seconds: 0.0 }
+        StageReport::nothing(stage, Verdict::Unmeasured, reason.into())
+    }
+
+    fn nothing(stage: &'static str, verdict: Verdict, reason: String) -> Self {
+        let check = Check::new(stage, verdict, reason.clone());
+        StageReport { made: 0, ..StageReport::new(stage, reason, vec![check]) }
     }
 
     /// From checks, all of them kept.
     pub fn new(stage: &'static str, summary: impl Into<String>, checks: Vec<Check>) -> Self {
-        StageReport { stage, summary: summary.into(), made: checks.len(), checks, seconds: 0.0 }
+        let (made, reach) = (checks.len(), Reach::default());
+        StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach }
     }
 
     /// The worst verdict; a stage without a single check is unmeasured.

@@ -4,33 +4,9 @@ use std::io;
 
 use serde::Serialize;
 
+use super::covered::Covered;
 use super::table::Table;
-use super::{Check, Page, Record, StageReport, Verdict};
-
-/// What ran, and on what.
-#[derive(Clone, Debug, Serialize)]
-pub struct Run {
-    /// Path of the model as given, or that it is built in.
-    pub model: String,
-    /// Tensor-parallel degree.
-    pub tp: usize,
-    /// What the ranks ran on, as typed.
-    pub device: String,
-    /// How activations met weights.
-    pub recipe: &'static str,
-    /// What queries attended to.
-    pub attention: &'static str,
-    /// Where the token ids come from, in words.
-    pub prompt: String,
-}
-
-impl Run {
-    /// In one line.
-    pub fn line(&self) -> String {
-        let Run { model, tp, device, recipe, attention, prompt } = self;
-        format!("{model}: tp {tp}, {device}, recipe {recipe}, attention {attention}, {prompt}")
-    }
-}
+use super::{Check, Page, Record, Run, StageReport, Verdict};
 
 /// What `verify` found.
 #[derive(Clone, Debug, Serialize)]
@@ -52,6 +28,8 @@ pub struct Verification {
     pub incomplete: Option<String>,
     /// The stages that ended, in order.
     pub stages: Vec<StageReport>,
+    /// What they covered, once all ended.
+    pub covered: Option<Covered>,
     /// Whether every check is shown, not only those that did not match.
     #[serde(skip)]
     pub all: bool,
@@ -115,6 +93,10 @@ impl Verification {
             if rows.len() > most {
                 page.line(format!("and {} more; --all or --json shows every one", rows.len() - most))?;
             }
+            page.gap()?;
+        }
+        if let Some(covered) = &self.covered {
+            covered.text(page)?;
             page.gap()?;
         }
         match &self.incomplete {

@@ -1,9 +1,11 @@
 //! Stage `activations`: is every operation of every layer right? Judged by replay and the noise floor.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use lockstep_reference::{Arith, ModelWeights, Options, RefConfig};
+use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions};
 
+use super::choice::row_of;
 use super::feed::{Feed, Listen, feed};
 use super::op::{OpFinding, judge_op};
 use super::param_map::recipe_of;
@@ -12,11 +14,11 @@ use super::replay::Judge;
 use super::subject::points_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::Attention;
+use crate::engine::{Attention, Recipe};
 use crate::model::{Block, Layout, Place, Point};
 use crate::probe::Trace;
 use crate::probe::capture::Filter;
-use crate::report::{Check, Progress, StageReport, Verdict};
+use crate::report::{Check, Progress, Reach, StageReport, Verdict};
 
 /// Runs the stage.
 ///
@@ -26,14 +28,27 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     if subject.rows.is_empty() {
         return Ok(StageReport::unmeasured("activations", "no rows to judge"));
     }
-    let findings = findings(subject, progress)?;
+    let mut findings = Vec::new();
+    let mut experts: BTreeSet<(Place, i32)> = BTreeSet::new();
+    let floors = judge_all(subject, progress, &mut |judge, finding, trace| {
+        let place = finding.place;
+        if place.point == Point::Hidden && matches!(finding.verdict, Verdict::Match | Verdict::Divergent) {
+            let chosen = trace.ranks(place.at(Point::ExpertIds)).and_then(|ranks| ranks.first().copied());
+            let of_row = |row: &usize| chosen.and_then(|ids| row_of(ids, *row)).unwrap_or_default();
+            experts.extend(judge.rows.iter().flat_map(of_row).map(|id| (place, *id)));
+        }
+        findings.push(finding);
+        Ok(())
+    })?;
     let made = findings.iter().filter(|f| f.verdict != Verdict::NotApplicable).count();
     let mut checks: Vec<Check> = findings
         .iter()
         .map(|f| Check::new(f.place.to_string(), f.verdict, f.detail.clone()).of_floor(f.rho).with(f.data()))
         .collect();
     checks.push(sparse_activity(subject, &findings));
-    let report = StageReport { stage: "activations", summary: String::new(), checks, made, seconds: 0.0 };
+    let (positions, rows) = (subject.ids.len(), subject.rows.len());
+    let reach = Reach { positions, rows, experts: experts.len(), sequences: 1 };
+    let report = StageReport { made, reach, ..StageReport::new("activations", "", checks) };
     let judged = findings.iter().filter(|f| f.verdict > Verdict::NotApplicable && f.verdict != Verdict::Unmeasured);
     let summary = match (judged.count(), report.worst()) {
         (0, _) | (_, None) => {
@@ -44,8 +59,12 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
             let of = if judged < made { format!(" of {made}") } else { String::new() };
             let (rows, all) = (subject.rows.len(), subject.ids.len());
             let worst = &c.name;
+            let held = match floors {
+                own if own == subject.recipe => String::new(),
+                tighter => format!("; the dump says {}, but holds {}'s floors", subject.recipe.name(), tighter.name()),
+            };
             format!(
-                "{judged}{of} operations replayed at {rows} of {all} rows; worst {worst}: rho {rho:.2} of {limit:.2}"
+                "{judged}{of} operations replayed at {rows} of {all} rows; worst {worst}: rho {rho:.2} of {limit:.2}{held}"
             )
         }
     };
@@ -89,19 +108,52 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
     Ok(all)
 }
 
-/// Hands out every operation's finding, in the order of the forward pass, with its judge and the run that it is of.
+/// Receives an operation's finding, with its judge and the run that it is of.
+pub(crate) type Found<'a> = dyn FnMut(&Judge<'_>, OpFinding, &Trace) -> Result<(), VerifyError> + 'a;
+
+/// Hands out every operation's finding, in the order of the forward pass, and returns whose floors judged.
 pub(crate) fn judge_all(
     subject: &Subject,
     progress: &dyn Progress,
-    each: &mut dyn FnMut(&Judge<'_>, OpFinding, &Trace) -> Result<(), VerifyError>,
+    each: &mut Found<'_>,
+) -> Result<Recipe, VerifyError> {
+    let recipe = match subject.target.is_some() && subject.recipe == Recipe::Fast {
+        true => held(subject, progress)?,
+        false => subject.recipe,
+    };
+    judge_by(subject, recipe, progress, each)?;
+    Ok(recipe)
+}
+
+/// Operations of a dump that must be within strict's floors before the others are held to these as well.
+const HELD: f64 = 0.9;
+
+/// A dump's word chooses its floors, and a wider one would excuse what is not rounding: a dump that says fast, but whose
+/// operations nearly all hold strict's floors, was computed strictly and is judged so.
+fn held(subject: &Subject, progress: &dyn Progress) -> Result<Recipe, VerifyError> {
+    let (mut judged, mut within) = (0usize, 0usize);
+    judge_by(subject, Recipe::Strict, progress, &mut |_, finding, _| {
+        judged += usize::from(matches!(finding.verdict, Verdict::Match | Verdict::Drift | Verdict::Divergent));
+        within += usize::from(matches!(finding.verdict, Verdict::Match | Verdict::Drift));
+        Ok(())
+    })?;
+    let strict = judged > 0 && within as f64 >= HELD * judged as f64;
+    Ok(if strict { Recipe::Strict } else { Recipe::Fast })
+}
+
+fn judge_by(
+    subject: &Subject,
+    recipe: Recipe,
+    progress: &dyn Progress,
+    each: &mut Found<'_>,
 ) -> Result<(), VerifyError> {
     let raw = Raw(subject.checkpoint.source());
     let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
     let weights = &ModelWeights::new(&raw, config);
     let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
     for_traces(subject, &mut |traces, shows| {
-        let options = Options { dense: traces[0].attention == Attention::Dense, mtp: false };
-        let orders = Arith::orders(recipe_of(subject.recipe), traces[0].tp);
+        let options = RefOptions { dense: traces[0].attention == Attention::Dense, mtp: false };
+        let orders = Arith::orders(recipe_of(recipe), traces[0].tp);
         let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every };
         // By the reference's own list, whether they were captured or not.
         let places = lockstep_reference::points(config, options);

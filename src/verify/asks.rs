@@ -68,7 +68,7 @@ pub(super) fn run(
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + MOST + 1;
     let longest = longest.min(subject.checkpoint.config().context);
     let sequences = AT_ONCE.min(asks.len().max(1));
-    let options = subject.room(longest.max(512), sequences * longest.next_multiple_of(PAGE), sequences);
+    let options = subject.options_for(longest.max(512), sequences * longest.next_multiple_of(PAGE), sequences);
     progress.at("chat turns", 0, 2);
     let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     let target = answers(&mut engine, &prompts, &stop)?;

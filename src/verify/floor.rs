@@ -5,11 +5,19 @@
 //! slice S of values, phi(S) = sqrt(sum of sigma_i^2) and rho(S) = ||t - r||_S / phi(S). A slice of m values diverges
 //! when rho exceeds 1.5 (1 + 4 / sqrt(2 m)): 1.5 floors, and four standard deviations of a chi distribution for slices
 //! that are small.
+//!
+//! sigma is a row's largest, so a norm over rows drowns what is wrong in a few columns: one logit of 154,880, one channel.
+//! Columns are therefore judged by a floor of their own: s of a value is the root mean square of b - r over all b, at
+//! least that of its row (which says what is ordinary) and 2 ulp. Rounding may shift a whole row together, so that a
+//! column's values are worth no more than its rows: of m rows, m decides the limit, and fewer than eight never decide.
 
 use ndarray::{Array2, ArrayView1};
 
 /// Slices smaller than this are shown and never decide.
 pub const LEAST_VALUES: usize = 32;
+
+/// Columns of fewer rows are not judged alone.
+pub const LEAST_ROWS: usize = 8;
 
 /// The largest rho that a slice of `m` values may have.
 pub fn limit(m: usize) -> f64 {
@@ -37,6 +45,22 @@ pub fn sigmas<'a>(exact: &Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64
     exact.rows().into_iter().enumerate().map(sigma).collect()
 }
 
+/// The floor of every value by itself: see the module.
+fn spreads<'a>(exact: &Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Array2<f64> {
+    let count = runs.clone().count().max(1) as f64;
+    let mut spread = Array2::zeros(exact.dim());
+    for run in runs {
+        let errors = spread.iter_mut().zip(run.iter().zip(exact)).filter(|(_, (b, r))| b.is_finite() && r.is_finite());
+        errors.for_each(|(sum, (b, r))| *sum += (b - r).powi(2) / count);
+    }
+    for (mut row, exact) in spread.rows_mut().into_iter().zip(exact.rows()) {
+        let largest = exact.iter().filter(|r| r.is_finite()).fold(0.0, |most: f64, r| most.max(r.abs()));
+        let least = row.mean().unwrap_or(0.0).max((2.0 * ulp_f32(largest)).powi(2));
+        row.mapv_inplace(|s| s.max(least).sqrt());
+    }
+    spread
+}
+
 /// What values should be, `[rows][values]`, and how far a legitimate run may be from them.
 #[derive(Clone, Debug)]
 pub struct Floored {
@@ -44,12 +68,19 @@ pub struct Floored {
     pub exact: Array2<f64>,
     /// sigma per row.
     pub sigma: Vec<f64>,
+    /// s per value, where runs were made for it.
+    pub spread: Option<Array2<f64>>,
 }
 
 impl Floored {
     /// The truth, and the floor that runs make.
     pub fn new<'a>(exact: Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Self {
-        Floored { sigma: sigmas(&exact, runs), exact }
+        Floored { sigma: sigmas(&exact, runs), exact, spread: None }
+    }
+
+    /// The same, with the floor of every value by itself.
+    pub fn by_value<'a>(exact: Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Self {
+        Floored { spread: Some(spreads(&exact, runs.clone())), ..Floored::new(exact, runs) }
     }
 
     /// Error and floor of the first rows: each value against what is `expected` at its row and column, if anything.
@@ -190,6 +221,22 @@ mod tests {
         let mut same = Energy::default();
         same.add(f64::NEG_INFINITY, f64::NEG_INFINITY, 1.0);
         assert_eq!((same.rho(), same.m), (0.0, 0));
+    }
+
+    /// The floor of a value is its own, no less than what is ordinary in its row, and no less than two ulp.
+    #[test]
+    fn a_value_has_a_floor_of_its_own() {
+        let exact = Array2::from_shape_fn((1, 4), |_| 1.0);
+        let run = |error: f64| Array2::from_shape_fn((1, 4), |(_, j)| if j == 0 { 1.0 + error } else { 1.0 });
+        let runs = [run(3e-3), run(-4e-3)];
+        let floored = Floored::by_value(exact.clone(), runs.iter());
+        let spread = floored.spread.expect("made by value");
+        let own = (12.5e-6f64).sqrt(); // of 3e-3 and 4e-3
+        assert!((spread[[0, 0]] - own).abs() < 1e-9, "{spread}");
+        assert!((spread[[0, 1]] - own / 2.0).abs() < 1e-9, "the root mean square of the row: {spread}");
+        let same = [exact.clone()];
+        let exactly = Floored::by_value(exact, same.iter()).spread.expect("made by value");
+        assert_eq!(exactly[[0, 2]], 2.0 * f64::from(f32::EPSILON));
     }
 
     #[test]

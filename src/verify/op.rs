@@ -1,10 +1,10 @@
 //! Judging one operation of a trace: by ranks that see the same, by slices that decide, choices as sets with margins.
 
-use lockstep_reference::{Eps, RefConfig, RefError};
+use lockstep_reference::{Eps, ParamKey, RefConfig, RefError};
 
 use super::choice::{Chosen, Sizes, row_of};
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
-use super::patched_weights::{Key, PatchedWeights, Value};
+use super::patched_weights::{PatchedWeights, Value};
 use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
@@ -54,10 +54,10 @@ impl OpFinding {
 }
 
 /// What a parameter becomes on a rank under a hypothesis; `None` leaves it as it is.
-pub type RankChange<'a> = dyn Fn(usize, Key) -> Result<Option<Value>, RefError> + Sync + 'a;
+pub type RankChange<'a> = dyn Fn(usize, ParamKey) -> Result<Option<Value>, RefError> + Sync + 'a;
 
 /// No hypothesis.
-fn unchanged(_: usize, _: Key) -> Result<Option<Value>, RefError> {
+fn unchanged(_: usize, _: ParamKey) -> Result<Option<Value>, RefError> {
     Ok(None)
 }
 
@@ -93,6 +93,7 @@ pub(crate) struct Slices {
     pub whole: Energy,
     ranks: Vec<(usize, Energy)>,
     tokens: Vec<(usize, usize, Energy)>,
+    columns: Vec<(usize, usize, Energy)>,
     cosine: f64,
     worst: Option<(usize, usize, f64, f64)>,
 }
@@ -122,7 +123,7 @@ impl Slices {
         for class in classes(trace, &places) {
             let class: Vec<usize> = class.into_iter().filter(|r| only.is_none_or(|ranks| ranks.contains(r))).collect();
             let Some(&first) = class.first() else { continue };
-            let of_rank = |key: Key| change(first, key);
+            let of_rank = |key: ParamKey| change(first, key);
             let weights = PatchedWeights::new(judge.weights, &of_rank);
             let judge = Judge { weights: &weights, ..judge };
             let seen = Seen::new(trace, first);
@@ -155,6 +156,8 @@ impl Slices {
             self.ranks.push((*rank, measured.energies(|j| own(j).is_none_or(|r| r == *rank)).iter().sum()));
         }
         self.tokens.extend(pools(&rows).into_iter().map(|(a, b, e)| (measured.rows[a], measured.rows[b], e)));
+        let owned = measured.columns().into_iter().filter(|(from, to, _)| mine(*from) && mine(*to));
+        self.columns.extend(owned);
         self.cosine = if self.worst.is_some() { self.cosine.min(measured.cosine()) } else { measured.cosine() };
         self.worst = measured.worst().or(self.worst);
     }
@@ -178,7 +181,8 @@ impl Slices {
     /// The slice with the largest share of its limit among those that decide.
     pub fn deciding(&self) -> Energy {
         let slices = self.ranks.iter().map(|(_, e)| *e).chain(self.tokens.iter().map(|(_, _, e)| *e));
-        let all = std::iter::once(self.whole).chain(slices.filter(decides));
+        let columns = self.columns.iter().map(|(_, _, e)| *e);
+        let all = std::iter::once(self.whole).chain(slices.filter(decides)).chain(columns);
         all.max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(self.whole)
     }
 
@@ -189,6 +193,8 @@ impl Slices {
         let mut ranks: Vec<usize> = self.ranks.iter().filter(|(_, e)| bad(e)).map(|(r, _)| *r).collect();
         ranks.sort_unstable();
         let pairs = self.tokens.iter().filter(|(_, _, e)| bad(e));
+        let columns: Vec<usize> =
+            self.columns.iter().filter(|(_, _, e)| e.share() > 1.0).flat_map(|(a, b, _)| *a..=*b).collect();
         let tokens = pairs.flat_map(|(a, b, _)| if a == b { vec![*a] } else { vec![*a, *b] }).collect();
         let verdict = if rho > most {
             Verdict::Divergent
@@ -210,6 +216,10 @@ impl Slices {
         }
         if self.whole.undefined > 0 {
             detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
+        }
+        if let Some(first) = columns.first().filter(|_| verdict == Verdict::Divergent && self.whole.share() <= 1.0) {
+            let (last, count) = (columns[columns.len() - 1], columns.len());
+            detail.push_str(&format!("; {count} columns by themselves, {first} to {last}"));
         }
         if let (Verdict::Divergent, Some((token, column, t, r))) = (verdict, self.worst) {
             let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:.3e}") };

@@ -1,7 +1,7 @@
 //! Which parameter of the reference stands for which of the engine, and which recipe. The two lists share nothing but this table, which
 //! is therefore the only place where a check could be pointed at the wrong pair.
 
-use lockstep_reference::{Param as RefParam, Recipe as RefRecipe};
+use lockstep_reference::{RefParam, RefRecipe};
 
 use crate::engine::Recipe;
 use crate::model::Kind;

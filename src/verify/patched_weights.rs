@@ -5,10 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_reference::ndarray::{Array1, Array2, Array3, Axis, Slice};
-use lockstep_reference::{Param, RefError, Weights};
-
-/// A parameter of the reference: layer, kind, and one expert of a stack (for the embedding: one id).
-pub type Key = (Option<usize>, Param, Option<usize>);
+use lockstep_reference::{ParamKey, RefError, RefParam, Weights};
 
 /// An altered parameter.
 #[derive(Clone, Debug)]
@@ -23,7 +20,7 @@ pub enum Value {
 
 impl Value {
     /// The same form with `f` of every number.
-    pub fn map(&self, f: impl Fn(f32) -> f32) -> Value {
+    pub fn map(&self, f: impl FnMut(f32) -> f32) -> Value {
         match self {
             Value::Vector(v) => Value::Vector(Arc::new(v.mapv(f))),
             Value::Matrix(m) => Value::Matrix(Arc::new(m.mapv(f))),
@@ -47,14 +44,31 @@ impl Value {
     }
 }
 
+/// A parameter of the reference in whichever form it has.
+///
+/// # Errors
+/// Weights that cannot be read.
+pub fn value_of(weights: &dyn Weights, key: ParamKey) -> Result<Value, RefError> {
+    use RefParam::*;
+    let (layer, param, expert) = key;
+    Ok(match param {
+        FinalNorm | AttnNorm | QANorm | KvANorm | IndexKNormW | IndexKNormB | FfnNorm | RouterBias | ENorm | HNorm
+        | MtpHeadNorm => Value::Vector(weights.vector(layer, param)?),
+        KB | VB => Value::Heads(weights.heads(layer, param)?),
+        GateExps | UpExps | DownExps => Value::Matrix(weights.expert(layer, param, expert.unwrap_or(0))?),
+        Embed => Value::Vector(Arc::new(weights.embedding_row(expert.unwrap_or(0))?)),
+        _ => Value::Matrix(weights.matrix(layer, param)?),
+    })
+}
+
 /// What a parameter becomes; `None` leaves it as it is.
-pub type Change<'a> = dyn Fn(Key) -> Result<Option<Value>, RefError> + Sync + 'a;
+pub type Change<'a> = dyn Fn(ParamKey) -> Result<Option<Value>, RefError> + Sync + 'a;
 
 /// The weights of `base`, but for what `change` says. Every parameter is altered at most once.
 pub struct PatchedWeights<'a> {
     base: &'a dyn Weights,
     change: &'a Change<'a>,
-    made: Mutex<HashMap<Key, Option<Value>>>,
+    made: Mutex<HashMap<ParamKey, Option<Value>>>,
 }
 
 impl<'a> PatchedWeights<'a> {
@@ -63,7 +77,7 @@ impl<'a> PatchedWeights<'a> {
         PatchedWeights { base, change, made: Mutex::default() }
     }
 
-    fn get(&self, key: Key) -> Result<Option<Value>, RefError> {
+    fn get(&self, key: ParamKey) -> Result<Option<Value>, RefError> {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = made.get(&key) {
             return Ok(known.clone());
@@ -75,28 +89,28 @@ impl<'a> PatchedWeights<'a> {
 }
 
 impl Weights for PatchedWeights<'_> {
-    fn vector(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array1<f32>>, RefError> {
+    fn vector(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array1<f32>>, RefError> {
         match self.get((layer, param, None))? {
             Some(Value::Vector(v)) => Ok(v),
             _ => self.base.vector(layer, param),
         }
     }
 
-    fn matrix(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array2<f32>>, RefError> {
+    fn matrix(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array2<f32>>, RefError> {
         match self.get((layer, param, None))? {
             Some(Value::Matrix(m)) => Ok(m),
             _ => self.base.matrix(layer, param),
         }
     }
 
-    fn heads(&self, layer: Option<usize>, param: Param) -> Result<Arc<Array3<f32>>, RefError> {
+    fn heads(&self, layer: Option<usize>, param: RefParam) -> Result<Arc<Array3<f32>>, RefError> {
         match self.get((layer, param, None))? {
             Some(Value::Heads(h)) => Ok(h),
             _ => self.base.heads(layer, param),
         }
     }
 
-    fn expert(&self, layer: Option<usize>, param: Param, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
+    fn expert(&self, layer: Option<usize>, param: RefParam, expert: usize) -> Result<Arc<Array2<f32>>, RefError> {
         match self.get((layer, param, Some(expert)))? {
             Some(Value::Matrix(m)) => Ok(m),
             _ => self.base.expert(layer, param, expert),
@@ -104,7 +118,7 @@ impl Weights for PatchedWeights<'_> {
     }
 
     fn embedding_row(&self, id: usize) -> Result<Array1<f32>, RefError> {
-        match self.get((None, Param::Embed, Some(id)))? {
+        match self.get((None, RefParam::Embed, Some(id)))? {
             Some(Value::Vector(v)) => Ok(v.to_vec().into()),
             _ => self.base.embedding_row(id),
         }

@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_reference::model::forward_choosing;
-use lockstep_reference::{Arith, Eps, ModelWeights, Options, RefConfig, RefError};
+use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefError, RefOptions, Weights};
 use ndarray::{Array2, ArrayD};
 
 use super::VerifyError;
@@ -20,21 +20,13 @@ use super::choice::{Chosen, Sizes, row_of};
 use super::feed::Fed;
 use super::floor::{self, Energy, Floored, limit};
 use super::param_map::recipe_of;
+use super::patched_weights::{Change, PatchedWeights};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::engine::{Attention, Recipe};
 use crate::model::{Place, Point};
 use crate::probe::{Replacements, Trace};
 use crate::report::{Check, Progress, Verdict};
-
-/// A run whose distance from the f64 run counts as noise.
-#[derive(Clone, Copy, Debug)]
-pub struct Variant {
-    /// Its arithmetic.
-    pub arith: Arith,
-    /// The eps of the norms that engines disagree about; `None` is what the checkpoint's format implies.
-    pub eps: Option<Eps>,
-}
 
 /// Share of the rows that must be comparable.
 pub const LEAST_ROWS: f64 = 0.9;
@@ -49,8 +41,12 @@ pub struct Plan<'a> {
     pub attention: Attention,
     /// Choices to go on with.
     pub choices: &'a Replacements,
+    /// The eps of the norms that engines disagree about.
+    pub eps: Eps,
+    /// What parameters become; nothing leaves them as they are.
+    pub change: Option<&'a Change<'a>>,
     /// The runs that make the floor.
-    pub variants: &'a [Variant],
+    pub variants: &'a [Arith],
     /// Points to keep beside logits and the scores behind choices.
     pub keep: &'a (dyn Fn(Point) -> bool + Sync),
     /// Rows of those other points.
@@ -63,14 +59,10 @@ impl<'a> Plan<'a> {
         checkpoint: &'a Checkpoint,
         run: &'a Trace,
         choices: &'a Replacements,
-        variants: &'a [Variant],
+        variants: &'a [Arith],
     ) -> Plan<'a> {
-        let (ids, attention) = (&run.ids, run.attention);
-        Plan { checkpoint, ids, attention, choices, variants, keep: &|_| false, rows: &[] }
-    }
-
-    fn config(&self, eps: Eps) -> Result<RefConfig, VerifyError> {
-        Ok(RefConfig::from_raw(&Raw(self.checkpoint.source()), eps)?)
+        let (ids, attention, eps) = (&run.ids, run.attention, own_eps(checkpoint));
+        Plan { checkpoint, ids, attention, choices, eps, change: None, variants, keep: &|_| false, rows: &[] }
     }
 }
 
@@ -80,14 +72,12 @@ pub struct ReferenceRuns {
     points: BTreeMap<Place, Floored>,
     /// Per variant and row, the divergence KL(f64 run, variant) of the logits, in nats.
     pub kl: Vec<Vec<f64>>,
-    /// Logits of the variants in f64, with their eps: references that disagree.
-    pub references: Vec<(Option<Eps>, Array2<f64>)>,
     sizes: Sizes,
 }
 
 /// The variants that make the floor of a recipe at a tensor-parallel degree.
-pub fn recipe(recipe: Recipe, tp: usize) -> Vec<Variant> {
-    Arith::orders(recipe_of(recipe), tp).into_iter().map(|arith| Variant { arith, eps: None }).collect()
+pub fn recipe(recipe: Recipe, tp: usize) -> Vec<Arith> {
+    Arith::orders(recipe_of(recipe), tp)
 }
 
 /// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
@@ -106,25 +96,26 @@ const THREADED: usize = 1 << 24;
 /// # Errors
 /// A model that the reference cannot read, and choices that do not fit it.
 pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns, VerifyError> {
-    let config = plan.config(own_eps(plan.checkpoint))?;
+    let config = RefConfig::from_raw(&Raw(plan.checkpoint.source()), plan.eps)?;
     let mut points = BTreeMap::new();
     let runs = plan.variants.len() + 1;
     progress.at("reference runs", 0, runs);
     run(plan, &config, Arith::Exact, &mut |place, exact| {
         points.insert(place, Floored::new(exact, std::iter::empty()));
     })?;
-    let mut found = ReferenceRuns { points, kl: Vec::new(), references: Vec::new(), sizes: Sizes::of(&config) };
+    let mut found = ReferenceRuns { points, kl: Vec::new(), sizes: Sizes::of(&config) };
     let small = plan.ids.len() * config.hidden * config.hidden < THREADED;
     let workers = if small { std::thread::available_parallelism().map_or(1, |c| c.get()) } else { 1 };
     for (i, variants) in plan.variants.chunks(workers).enumerate() {
         progress.at("reference runs", 1 + i * workers, runs);
-        let points = &found.points;
+        let (points, config) = (&found.points, &config);
         let distances: Vec<Result<Distance, VerifyError>> = std::thread::scope(|scope| {
-            let started: Vec<_> = variants.iter().map(|v| scope.spawn(move || distance(plan, *v, points))).collect();
+            let started: Vec<_> =
+                variants.iter().map(|v| scope.spawn(move || distance(plan, config, *v, points))).collect();
             let gone = |_| Err(VerifyError::Reference("a run of the reference ended in a panic".into()));
             started.into_iter().map(|run| run.join().unwrap_or_else(gone)).collect()
         });
-        for (variant, distance) in variants.iter().zip(distances) {
+        for distance in distances {
             let distance = distance?;
             for (place, sigma) in distance.sigma {
                 if let Some(floored) = found.points.get_mut(&place) {
@@ -132,7 +123,6 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
                 }
             }
             found.kl.push(distance.kl);
-            found.references.extend(distance.logits.map(|logits| (variant.eps, logits)));
         }
     }
     progress.at("reference runs", runs, runs);
@@ -144,20 +134,21 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
 struct Distance {
     sigma: BTreeMap<Place, Vec<f64>>,
     kl: Vec<f64>,
-    /// Of f64 runs.
-    logits: Option<Array2<f64>>,
 }
 
-fn distance(plan: &Plan<'_>, variant: Variant, points: &BTreeMap<Place, Floored>) -> Result<Distance, VerifyError> {
-    let config = plan.config(variant.eps.unwrap_or_else(|| own_eps(plan.checkpoint)))?;
+fn distance(
+    plan: &Plan<'_>,
+    config: &RefConfig,
+    variant: Arith,
+    points: &BTreeMap<Place, Floored>,
+) -> Result<Distance, VerifyError> {
     let mut found = Distance::default();
-    run(plan, &config, variant.arith, &mut |place, values| {
+    run(plan, config, variant, &mut |place, values| {
         let Some(floored) = points.get(&place) else { return };
         found.sigma.insert(place, floor::sigmas(&floored.exact, std::iter::once(&values)));
         if place == Place::LOGITS {
             let rows = floored.exact.rows().into_iter().zip(values.rows());
             found.kl = rows.map(|(exact, value)| divergence(&exact.to_vec(), &value.to_vec())).collect();
-            found.logits = (variant.arith == Arith::Exact).then_some(values);
         }
     })?;
     Ok(found)
@@ -171,8 +162,10 @@ fn run(
     found: &mut dyn FnMut(Place, Array2<f64>),
 ) -> Result<(), VerifyError> {
     let raw = Raw(plan.checkpoint.source());
-    let weights = ModelWeights::new(&raw, config);
-    let options = Options { dense: plan.attention == Attention::Dense, mtp: false };
+    let own = ModelWeights::new(&raw, config);
+    let patched = plan.change.map(|change| PatchedWeights::new(&own, change));
+    let weights: &dyn Weights = patched.as_ref().map_or(&own, |patched| patched);
+    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
         let forced = plan.choices.get(&name.parse().ok()?)?;
         ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()
@@ -190,7 +183,7 @@ fn run(
             found(place, values);
         }
     };
-    match forward_choosing(config, &weights, plan.ids, arith, options, &choices, &mut sink) {
+    match forward_choosing(config, weights, plan.ids, arith, options, &choices, &mut sink) {
         Err(e @ RefError::Choice { .. }) => Err(VerifyError::Choice(e.to_string())),
         other => Ok(other?),
     }
@@ -383,15 +376,10 @@ mod tests {
     fn reference(scores: [f64; 4]) -> ReferenceRuns {
         let floored = |exact: [f64; 4]| {
             let exact = Array2::from_shape_vec((2, 2), exact.to_vec()).expect("two by two");
-            Floored { exact, sigma: vec![1e-3; 2] }
+            Floored { exact, sigma: vec![1e-3; 2], spread: None }
         };
         let points = [(Place::trunk(0, Point::ChoiceScores), floored(scores)), (Place::LOGITS, floored([1.0; 4]))];
-        ReferenceRuns {
-            points: points.into(),
-            kl: Vec::new(),
-            references: Vec::new(),
-            sizes: Sizes { top_k: 1, experts_used: 1 },
-        }
+        ReferenceRuns { points: points.into(), kl: Vec::new(), sizes: Sizes { top_k: 1, experts_used: 1 } }
     }
 
     /// A target with those logits that chose these experts.

@@ -6,10 +6,10 @@ use std::collections::HashMap;
 
 use lockstep_reference::ndarray::{Array2, ArrayD, IxDyn};
 use lockstep_reference::slice::ExpertSplit;
-use lockstep_reference::{Arith, Options, RefConfig, ReplayError, Weights, inputs_of, partials, replay};
+use lockstep_reference::{Arith, RefConfig, RefOptions, ReplayError, Weights, inputs_of, partials, replay};
 
 use super::VerifyError;
-use super::floor::{Energy, Floored};
+use super::floor::{Energy, Floored, LEAST_ROWS, LEAST_VALUES};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
 
@@ -27,6 +27,20 @@ impl Measured {
     /// Energy of every row, in the columns that `keep` accepts.
     pub fn energies(&self, keep: impl Fn(usize) -> bool) -> Vec<Energy> {
         self.floored.energies(self.target.rows(), |i, j| keep(j).then(|| self.floored.exact[[i, j]]))
+    }
+
+    /// Energy of every block of adjacent columns that has enough values to decide, by the floor of its own values, with its
+    /// first and last column. None where the rows are too few to judge columns by.
+    pub fn columns(&self) -> Vec<(usize, usize, Energy)> {
+        let (rows, width) = self.target.dim();
+        let Some(spread) = self.floored.spread.as_ref().filter(|_| rows >= LEAST_ROWS) else { return Vec::new() };
+        let block = LEAST_VALUES.div_ceil(rows);
+        let mut blocks = vec![Energy::default(); width.div_ceil(block)];
+        for (((i, j), t), r) in self.target.indexed_iter().zip(&self.floored.exact) {
+            blocks[j / block].add(*t, *r, spread[[i, j]]);
+        }
+        let ends = |(i, e): (usize, Energy)| (i * block, ((i + 1) * block).min(width) - 1, Energy { m: rows, ..e });
+        blocks.into_iter().enumerate().map(ends).collect()
     }
 
     /// Position and both values of the largest error in floors: (token, column, target, reference).
@@ -93,7 +107,7 @@ pub struct Judge<'a> {
     /// The reference's weights; a hypothesis may wrap them.
     pub weights: &'a dyn Weights,
     /// How the target was run.
-    pub options: Options,
+    pub options: RefOptions,
     /// Legitimate orders of the target's recipe.
     pub orders: &'a [Arith],
     /// Rows that are judged.
@@ -207,7 +221,7 @@ impl Judge<'_> {
         };
         let exact = run(Arith::Exact)?;
         let runs = self.orders.iter().map(|arith| run(*arith)).collect::<Result<Vec<_>, _>>()?;
-        let floored = |(at, exact)| Floored::new(exact, runs.iter().map(|arrays| &arrays[at]));
+        let floored = |(at, exact)| Floored::by_value(exact, runs.iter().map(|arrays| &arrays[at]));
         Ok(exact.into_iter().enumerate().map(floored).collect())
     }
 

@@ -46,11 +46,11 @@ pub struct Subject {
 impl Subject {
     /// Options that hold the whole prompt in one step.
     pub fn options(&self) -> Options {
-        self.room(self.ids.len(), self.ids.len() + 2 * PAGE, 1)
+        self.options_for(self.ids.len(), self.ids.len() + 2 * PAGE, 1)
     }
 
     /// Options for steps of `chunk` tokens, with so many tokens in the cache.
-    pub fn room(&self, chunk: usize, cache_tokens: usize, sequences: usize) -> Options {
+    pub fn options_for(&self, chunk: usize, cache_tokens: usize, sequences: usize) -> Options {
         Options { attention: self.attention, chunk, cache_tokens, sequences }
     }
 

@@ -44,10 +44,12 @@ enum Ranks {
     One(usize),
 }
 
-/// Asserts kind, layer, operation and ranks at TP 2 and 8.
+/// Asserts kind, layer, operation and ranks at TP 2 and 8. Layers behind the fault are not judged: the first one counts.
 fn assert_named(site: &str, kind: &str, layer: Option<usize>, op: &str, ranks: Ranks) {
     for tp in [2, 8] {
-        let found = bisect(&format!("{kind}@{site}"), tp);
+        let layers = layer.map(|last| (0..=last).collect());
+        let of = Subject { layers, ..subject(tp, faulty(&format!("{kind}@{site}"), tp)) };
+        let found = bisect::run(&of, &Silent).expect("runs");
         let at = format!("{kind}@{site} at tp {tp}");
         assert_eq!(found.verdict, Verdict::Divergent, "{at}");
         let culprit = found.culprit.expect("a culprit");

@@ -18,7 +18,7 @@ use lockstep::engine::{Attention, Engine, EngineError, Options, Ranks};
 use lockstep::model::{Place, Point};
 use lockstep::probe::{Capture, Probe, Values};
 use lockstep::shard::TpPlan;
-use lockstep_reference::{Arith, Eps, ModelWeights, Options as RefOptions, Recipe, RefConfig, forward};
+use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefOptions, RefRecipe, forward};
 
 const MODELS: [&str; 3] = [GLM5_NANO, NANO52, PICO];
 
@@ -216,7 +216,7 @@ fn logits_are_those_of_exact_arithmetic_within_f32_rounding() {
         let short = checkpoint.config().top_k.min(ids.len()).min(24);
         let flat = |logits: Vec<Vec<f64>>| logits.into_iter().flatten().map(|v| v as f32).collect::<Vec<_>>();
         let exact = flat(reference_logits(&checkpoint, &ids[..short], Arith::Exact));
-        let noise = Arith::orders(Recipe::Strict, 1)
+        let noise = Arith::orders(RefRecipe::Strict, 1)
             .into_iter()
             .map(|order| relative_l2(&flat(reference_logits(&checkpoint, &ids[..short], order)), &exact))
             .fold(0.0, f64::max);

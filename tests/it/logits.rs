@@ -63,12 +63,12 @@ fn a_dump_is_judged_by_what_it_holds() {
 }
 
 #[test]
-fn another_checkpoint_is_information() {
+fn another_checkpoint_is_told_from_the_cost_of_types() {
     let baseline = |model: &str| Some(Arc::new(Checkpoint::open(Some(&golden(model))).expect("a model")));
     let same = run(&Subject { baseline: baseline(PICO), ..subject(PICO, 1, 24) });
     assert_eq!(check(&same, "baseline").0, Verdict::Match, "{}", show(&same));
     let other = run(&Subject { baseline: baseline(NANO52), ..subject(PICO, 1, 24) });
-    assert_eq!(check(&other, "baseline").0, Verdict::Drift, "{}", show(&other));
+    assert_eq!(check(&other, "baseline").0, Verdict::Divergent, "{}", show(&other));
     let foreign = run(&Subject { baseline: baseline(GLM5_NANO), ..subject(PICO, 1, 24) });
     assert_eq!(check(&foreign, "baseline").0, Verdict::NotApplicable, "{}", show(&foreign));
 }

@@ -11,14 +11,14 @@ use lockstep::checkpoint::oracle::Raw;
 use lockstep_reference::config::RopeStyle;
 use lockstep_reference::dequant::block_format;
 use lockstep_reference::{
-    Arith, Eps, ModelWeights, Options, Order, Param, Recipe, RefConfig, Weights, forward, ops, points, replay,
+    Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefParam, RefRecipe, Weights, forward, ops, points, replay,
 };
 use ndarray::{Array1, Array2, ArrayD, Axis, Ix2};
 use safetensors::SafeTensors;
 
 /// What storing a value in f32 may cost, relative; the relative L2 norm of many such errors is no larger.
 const STORED: f64 = 1.0 / (1 << 24) as f64;
-const SPARSE: Options = Options { dense: false, mtp: true };
+const SPARSE: RefOptions = RefOptions { dense: false, mtp: true };
 
 /// One run of a model: its emitted points, in f64.
 struct Run<'a> {
@@ -27,7 +27,7 @@ struct Run<'a> {
     values: HashMap<String, ArrayD<f64>>,
 }
 
-fn run<'a>(raw: &'a Raw<'a>, ids: &[u32], config: RefConfig, a: Arith, options: Options) -> Run<'a> {
+fn run<'a>(raw: &'a Raw<'a>, ids: &[u32], config: RefConfig, a: Arith, options: RefOptions) -> Run<'a> {
     let weights = ModelWeights::new(raw, &config);
     let (mut names, mut values) = (Vec::new(), HashMap::new());
     let mut sink = |name: &str, value: ArrayD<f64>| {
@@ -69,7 +69,7 @@ impl Run<'_> {
             "indexer_k_norm" => {
                 let k = self.index_k(layer, &two("attn.norm"));
                 let vector = |p| self.weights.vector(layer, p).expect("readable");
-                let (w, b) = (vector(Param::IndexKNormW), vector(Param::IndexKNormB));
+                let (w, b) = (vector(RefParam::IndexKNormW), vector(RefParam::IndexKNormB));
                 return ops::layer_norm(Arith::Exact, &k, &w, &b, self.config.index_eps).into_dyn();
             }
             "indexer_weights_scaled" => "attn.index_weights",
@@ -98,7 +98,7 @@ impl Run<'_> {
     }
 
     fn index_k(&self, layer: Option<usize>, norm: &Array2<f64>) -> Array2<f64> {
-        ops::linear(Arith::Exact, norm, &self.weights.matrix(layer, Param::IndexK).expect("readable"))
+        ops::linear(Arith::Exact, norm, &self.weights.matrix(layer, RefParam::IndexK).expect("readable"))
     }
 
     /// Compares with every golden value; gives the names of the reals whose relative L2 is beyond what storing them
@@ -238,7 +238,7 @@ fn wrong_settings_are_seen() {
     sees(with(Eps::File, |c| c.routed_scale = 1.0), "blk.1.router_topk_weights");
     // An f32 run is not the truth: its rounding shows.
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
-    let rounded = run(&raw, &goldens.ids(), config, Arith::F32(Recipe::Strict, Order::Sequential), SPARSE);
+    let rounded = run(&raw, &goldens.ids(), config, Arith::F32(RefRecipe::Strict, Order::Sequential), SPARSE);
     sees(rounded.compare(&goldens).beyond, "blk.5.layer_out");
 }
 
@@ -248,7 +248,7 @@ fn dense_attention_is_another_model_past_top_k() {
     let (raw, goldens) = (Raw(source.source()), Goldens::read(OF_NANO_LONG));
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
     let top_k = config.top_k;
-    let dense = run(&raw, &goldens.ids(), config, Arith::Exact, Options { dense: true, mtp: false });
+    let dense = run(&raw, &goldens.ids(), config, Arith::Exact, RefOptions { dense: true, mtp: false });
     let golden = &goldens.reals["blk.5.layer_out"];
     let value = &dense.values["layers.5.output"];
     let (mut within, mut beyond) = (0, 0);

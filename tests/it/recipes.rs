@@ -11,7 +11,7 @@ use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Subject, activations, logits};
-use lockstep_reference::{Arith, Eps, ModelWeights, Options, Order, RefConfig, forward};
+use lockstep_reference::{Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, forward};
 
 /// A run of one rank in the fast recipe, as an engine would show it.
 fn fast(of: &Subject) -> Trace {
@@ -32,8 +32,8 @@ fn fast(of: &Subject) -> Trace {
         };
         seen.push(Captured { place, rows, shape, values });
     };
-    let arith = Arith::F32(lockstep_reference::Recipe::Fast, Order::Blocks(7));
-    forward(&config, &weights, &of.ids, arith, Options { dense: false, mtp: false }, &mut sink).expect("runs");
+    let arith = Arith::F32(lockstep_reference::RefRecipe::Fast, Order::Blocks(7));
+    forward(&config, &weights, &of.ids, arith, RefOptions { dense: false, mtp: false }, &mut sink).expect("runs");
     Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![seen])
 }
 
@@ -57,8 +57,7 @@ fn a_run_is_judged_by_its_own_recipe() {
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
         // bf16 keeps 8 bits where f32 keeps 24: far outside the strict floors, at every product with weights.
         let (_, report) = judged(fast(&plain()), Recipe::Strict, plain());
-        let bad: Vec<&str> =
-            report.checks.iter().filter(|c| c.verdict == Verdict::Divergent).map(|c| c.name.as_str()).collect();
+        let bad = bad(&report);
         for op in ["attn.q_a", "attn.q_absorbed", "attn.context", "attn.out", "ffn.hidden", "ffn.out"] {
             assert!(bad.contains(&format!("layers.0.{op}").as_str()), "{model}: {op} in {bad:?}");
         }
@@ -81,11 +80,11 @@ fn a_rounded_router_is_a_fault_of_the_fast_recipe() {
     let raw = Raw(of.checkpoint.source());
     let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
     let weights = ModelWeights::new(&raw, &config);
-    let router =
-        lockstep_reference::Weights::matrix(&weights, place.layer(), lockstep_reference::Param::Router).expect("read");
+    let router = lockstep_reference::Weights::matrix(&weights, place.layer(), lockstep_reference::RefParam::Router)
+        .expect("read");
     let x =
         ndarray::Array2::from_shape_vec((40, c.hidden), norms.iter().map(|v| f64::from(*v)).collect()).expect("rows");
-    let rounding = Arith::F32(lockstep_reference::Recipe::Fast, Order::Sequential);
+    let rounding = Arith::F32(lockstep_reference::RefRecipe::Fast, Order::Sequential);
     let rounded = lockstep_reference::ops::linear(rounding, &x, &router);
     damaged.values = Values::F32(rounded.iter().map(|v| *v as f32).collect());
     let mut whole = Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![vec![damaged]]);
@@ -94,6 +93,62 @@ fn a_rounded_router_is_a_fault_of_the_fast_recipe() {
     let (_, report) = judged(whole, Recipe::Fast, of);
     let check = report.checks.iter().find(|c| c.name == place.to_string()).expect("judged");
     assert_eq!(check.verdict, Verdict::Divergent, "{}", show(&report));
+}
+
+/// The same run with the values of a place changed, by column.
+fn altered(run: &Trace, place: Place, change: impl Fn(usize, f32) -> f32) -> Trace {
+    let mut one = run.ranks(place).expect("captured")[0].clone();
+    let width = one.row_len();
+    one.values = Values::F32(one.as_f32().iter().enumerate().map(|(i, v)| change(i % width, *v)).collect());
+    let mut whole = Trace::new(run.producer.clone(), run.ids.clone(), run.attention, vec![vec![one]]);
+    whole.extend(Trace::new(String::new(), run.ids.clone(), run.attention, vec![places_but(run, place)]));
+    whole
+}
+
+/// Columns are judged by themselves where there are rows enough.
+fn many_rows() -> Subject {
+    Subject { rows: (0..40).step_by(2).collect(), ..subject(PICO, 1, 40) }
+}
+
+fn bad(report: &StageReport) -> Vec<&str> {
+    report.checks.iter().filter(|c| c.verdict > Verdict::Match).map(|c| c.name.as_str()).collect()
+}
+
+/// What is wrong in one column drowns in a norm over rows, whose floor is the row's largest.
+#[test]
+fn one_column_is_found_among_many() {
+    let of = many_rows;
+    let run = fast(&of());
+    let sigma = |change: f32| {
+        let target = altered(&run, Place::LOGITS, |j, v| if j == 1000 { v + change } else { v });
+        let (_, report) = judged(target, Recipe::Fast, of());
+        let found: Vec<String> = bad(&report).iter().map(ToString::to_string).collect();
+        (found, report)
+    };
+    let (found, report) = sigma(0.5);
+    assert_eq!(found, ["logits"], "{}", show(&report));
+    let detail = &report.checks.iter().find(|c| c.name == "logits").expect("judged").detail;
+    assert!(detail.contains("column 1000") && detail.contains("columns by themselves"), "{detail}");
+    assert!(sigma(0.0).0.is_empty());
+}
+
+/// A dump's word chooses its floors, and the wider ones would excuse a factor on one head.
+#[test]
+fn a_strict_run_that_claims_to_be_fast_is_held_to_what_it_can() {
+    let of = many_rows;
+    let (run, place) = (strict(&of()), Place::trunk(1, Point::Context));
+    let (_, clean) = judged(run.clone(), Recipe::Fast, of());
+    assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
+    assert!(clean.summary.contains("the dump says fast, but holds strict's floors"), "{}", clean.summary);
+    let head = run.ranks(place).expect("captured")[0].row_len() / of().checkpoint.config().heads;
+    let target = altered(&run, place, |j, v| if j / head == 1 { 1.01 * v } else { v });
+    let (altered_subject, report) = judged(target, Recipe::Fast, of());
+    // The next operation was made from the right values, so that it does not fit the altered ones either.
+    assert_eq!(bad(&report), ["layers.1.attn.context", "layers.1.attn.out"], "{}", show(&report));
+    let found = lockstep::diagnose::bisect::run(&altered_subject, &Silent).expect("runs");
+    let culprit = found.culprit.expect("a culprit");
+    assert_eq!((culprit.place.as_str(), culprit.kind), ("layers.1.attn.context", "UNKNOWN"));
+    assert!(culprit.region.contains("head 1 of") && culprit.region.contains("1.0100"), "{}", culprit.region);
 }
 
 fn places_but(trace: &Trace, but: Place) -> Vec<Captured> {
@@ -152,4 +207,8 @@ fn every_command_says_device_and_recipe_and_refuses_what_is_not_there() {
     // A dump's device and recipe are its own.
     let target = run(lockstep().args(["verify", "-m", &model, "--target", &out, "--recipe", "strict"])).exits(2);
     assert!(target.stderr.contains("--recipe"), "{}", target.stderr);
+    let judged = |how: &[&str]| run(lockstep().args(["verify", "logits", "-m", &model, "--target", &out]).args(how));
+    let other = judged(&["--attention", "dense"]).exits(2);
+    assert!(other.stderr.contains("--attention dense: the dump states dsa"), "{}", other.stderr);
+    judged(&["--attention", "dsa"]).exits(0);
 }

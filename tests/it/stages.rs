@@ -404,6 +404,47 @@ fn rows_of_a_quantised_tensor_are_recognised() {
     assert!(bad[0].1.contains("PERMUTED_ROWS") && bad[0].1.contains("for Q4_K"), "{bad:?}");
 }
 
+/// What is wrong in one expert, row or block drowns in a norm over the tensor.
+#[test]
+fn a_part_that_differs_is_found_and_named_where_it_is() {
+    let model = nano();
+    let mut subject = subject(edited(&model), 1);
+    let experts = subject.checkpoint.config().experts;
+    let mut against = |damage: &dyn Fn(&mut Model)| {
+        let mut other = model.clone();
+        damage(&mut other);
+        subject.baseline = Some(edited(&other));
+        failures(&weights::run(&subject, &Silent).unwrap())
+    };
+    let named = |bad: Vec<(String, String)>, param: &str, words: &[&str]| {
+        assert!(!bad.is_empty() && bad.iter().all(|(n, _)| *n == format!("{param} = baseline")), "{bad:?}");
+        assert!(words.iter().all(|w| bad[0].1.contains(w)), "{words:?} in {bad:?}");
+    };
+    const Q4_K: usize = 144;
+    let up = "blk.2.ffn_up_exps.weight";
+    let expert = |m: &mut Model| data(m, up).len() / experts;
+    // Two experts of a stack exchanged.
+    let bad = against(&|m| {
+        let size = expert(m);
+        let (a, b) = data(m, up).split_at_mut(7 * size);
+        a[3 * size..4 * size].swap_with_slice(&mut b[..size]);
+    });
+    named(bad, "blk.2.ffn_up_exps", &["WRONG_TENSOR", "matrix 7", "matrix 3", "of 2 that differ"]);
+    // One super-block with twice its scale, in one expert.
+    let bad = against(&|m| {
+        let at = 5 * expert(m) + 9 * Q4_K;
+        let scale = half::f16::from_le_bytes(data(m, up)[at..at + 2].try_into().unwrap()).to_f32();
+        let least = half::f16::from_le_bytes(data(m, up)[at + 2..at + 4].try_into().unwrap()).to_f32();
+        data(m, up)[at..at + 2].copy_from_slice(&half::f16::from_f32(2.0 * scale).to_le_bytes());
+        data(m, up)[at + 2..at + 4].copy_from_slice(&half::f16::from_f32(2.0 * least).to_le_bytes());
+    });
+    named(bad, "blk.2.ffn_up_exps", &["SCALE: the baseline times 0.5", "matrix 5"]);
+    // A bit that costs less than the type does.
+    let bad = against(&|m| data(m, "blk.2.attn_q_a.weight")[5 * Q4_K + 20] ^= 1);
+    named(bad, "blk.2.attn_q_a", &["BYTES: 1 of", "all others are, byte for byte"]);
+    assert!(against(&|_| ()).is_empty());
+}
+
 /// Norms are kept as they are, so a bf16 baseline leaves them no room at all; blocks have the room that their type needs.
 #[test]
 fn a_type_may_cost_what_it_must_and_no_more() {

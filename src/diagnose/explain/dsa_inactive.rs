@@ -1,6 +1,6 @@
 //! DSA_INACTIVE: sparse attention was dropped and every visible key attended to. Clean up to top-k tokens, wrong beyond.
 
-use lockstep_reference::Options;
+use lockstep_reference::RefOptions;
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::faults::operations::DSA_INACTIVE;
@@ -18,6 +18,6 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             "every visible key is attended to: exact up to {top_k} tokens, wrong beyond; the indexer's choice is not used"
         ),
         format!("run at most {top_k} tokens: if the operation diverges there too, the choice is not at fault"),
-        Alter::Options(Options { dense: true, ..op.judge.options }),
+        Alter::Options(RefOptions { dense: true, ..op.judge.options }),
     )]
 }

@@ -5,12 +5,12 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array1, Array2, Array3};
-use lockstep_reference::{Param, RawTensor, weights};
+use lockstep_reference::{ParamKey, RawTensor, RefParam, weights};
 
 use crate::diagnose::hypothesis::{Hypothesis, Misread, OpContext};
 use crate::faults::dtype_reinterpret::{FAULT, reread};
 use crate::quant::{QuantType, TypeId, dequantise, lookup};
-use crate::verify::patched_weights::{Key, Value};
+use crate::verify::patched_weights::Value;
 
 /// The plain types that bytes may be taken for.
 const PLAIN: [QuantType; 3] = [QuantType::BF16, QuantType::F16, QuantType::F32];
@@ -43,12 +43,12 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     all
 }
 
-fn tensor_of<'a>(op: &'a OpContext<'a>, layer: Option<usize>, param: Param) -> Option<(String, RawTensor<'a>)> {
+fn tensor_of<'a>(op: &'a OpContext<'a>, layer: Option<usize>, param: RefParam) -> Option<(String, RawTensor<'a>)> {
     weights::file_tensor(op.raw, op.judge.config, layer, param, None).ok()?
 }
 
 /// A parameter (or one expert, one row of the embedding) as the misreading sees it.
-fn misread(op: &OpContext<'_>, (layer, param, index): Key, ty: QuantType, base: &Value) -> Option<Value> {
+fn misread(op: &OpContext<'_>, (layer, param, index): ParamKey, ty: QuantType, base: &Value) -> Option<Value> {
     let (_, tensor) = tensor_of(op, layer, param)?;
     let count: usize = tensor.ne.iter().product();
     let one = match base {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lockstep_reference::Param;
+use lockstep_reference::RefParam;
 use lockstep_reference::ndarray::Array3;
 
 use crate::diagnose::hypothesis::{Hypothesis, OpContext};
@@ -11,7 +11,7 @@ use crate::verify::patched_weights::Value;
 
 /// k_b in the other layout.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-    let at = (op.place.layer(), Param::KB);
+    let at = (op.place.layer(), RefParam::KB);
     if !op.params().contains(&at) {
         return Vec::new();
     }

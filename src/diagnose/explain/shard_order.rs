@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use lockstep_reference::ndarray::{Array2, s};
 use lockstep_reference::slice::Placement;
-use lockstep_reference::{Param, RefError};
+use lockstep_reference::{ParamKey, RefError, RefParam};
 
-use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked, value_of};
+use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, stacked};
 use crate::faults::Site;
 use crate::faults::shard_order::FAULT;
 use crate::model::Point;
 use crate::shard::Group;
 use crate::verify::param_map::reference_of;
-use crate::verify::patched_weights::{Key, Value};
+use crate::verify::patched_weights::{Value, value_of};
 
 /// The fused groups that the operation multiplies with, and their parts as the reference knows them.
-fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {
+fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<RefParam>)> {
     let parts = |group: Group| {
         let parts = group.parts(op.model, layer).into_iter().map(|p| reference_of(p.kind));
         (group, parts.collect::<Vec<_>>())
@@ -25,7 +25,7 @@ fn groups(op: &OpContext<'_>, layer: usize) -> Vec<(Group, Vec<Param>)> {
 }
 
 /// Whether a point of the operation's block is made from any of these parameters.
-fn multiplies(op: &OpContext<'_>, point: Point, parts: &[Param]) -> bool {
+fn multiplies(op: &OpContext<'_>, point: Point, parts: &[RefParam]) -> bool {
     op.place.at(point).params(op.model).into_iter().any(|p| parts.contains(&reference_of(p.kind)))
 }
 
@@ -38,7 +38,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             let found: Vec<&str> = order.iter().map(|i| name(canonical[*i])).collect();
             let expected: Vec<&str> = canonical.iter().map(|p| name(*p)).collect();
             let (parts, scope) = (canonical.clone(), op.ranks.clone());
-            let change = move |rank: usize, key: Key| match parts.iter().position(|p| *p == key.1) {
+            let change = move |rank: usize, key: ParamKey| match parts.iter().position(|p| *p == key.1) {
                 Some(at) if key.0 == op.place.layer() => misjoined(op, &parts, &order, at, rank, &scope, key).map(Some),
                 _ => Ok(None),
             };
@@ -53,16 +53,16 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     all
 }
 
-fn name(param: Param) -> &'static str {
+fn name(param: RefParam) -> &'static str {
     match param {
-        Param::QA => "q_a",
-        Param::KvA => "kv_a",
-        Param::IndexK => "indexer.attn_k",
-        Param::IndexProj => "indexer.proj",
-        Param::QB => "q_b",
-        Param::IndexQB => "indexer.attn_q_b",
-        Param::Gate | Param::GateExps | Param::GateShared => "gate",
-        Param::Up | Param::UpExps | Param::UpShared => "up",
+        RefParam::QA => "q_a",
+        RefParam::KvA => "kv_a",
+        RefParam::IndexK => "indexer.attn_k",
+        RefParam::IndexProj => "indexer.proj",
+        RefParam::QB => "q_b",
+        RefParam::IndexQB => "indexer.attn_q_b",
+        RefParam::Gate | RefParam::GateExps | RefParam::GateShared => "gate",
+        RefParam::Up | RefParam::UpExps | RefParam::UpShared => "up",
         _ => "part",
     }
 }
@@ -81,14 +81,14 @@ fn permutations(n: usize) -> Vec<Vec<usize>> {
 /// What the place of part `at` holds when ranks of `scope` join their parts in `order`.
 fn misjoined(
     op: &OpContext<'_>,
-    parts: &[Param],
+    parts: &[RefParam],
     order: &[usize],
     at: usize,
     rank: usize,
     scope: &[usize],
-    key: Key,
+    key: ParamKey,
 ) -> Result<Value, RefError> {
-    let part = |p: Param, r: usize| -> Result<Array2<f32>, RefError> {
+    let part = |p: RefParam, r: usize| -> Result<Array2<f32>, RefError> {
         let Value::Matrix(m) = value_of(op.judge.weights, (key.0, p, key.2))? else {
             return Err(RefError::tensor(name(p).to_string(), "a matrix".to_string(), "another form".to_string()));
         };

@@ -1,16 +1,16 @@
 //! SHARD_PLACEMENT: ranks hold and use rank 0's range of a parameter instead of their own.
 
-use lockstep_reference::Param;
 use lockstep_reference::slice::Placement;
+use lockstep_reference::{ParamKey, RefParam};
 
-use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, part, value_of};
+use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext, part};
 use crate::faults::shard_placement::FAULT;
-use crate::verify::patched_weights::{Key, Value};
+use crate::verify::patched_weights::{Value, value_of};
 
 /// Rank 0's range of each sharded parameter, alone and together.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
     let tp = op.trace.tp;
-    let sharded: Vec<(Option<usize>, Param)> = op
+    let sharded: Vec<(Option<usize>, RefParam)> = op
         .params()
         .into_iter()
         .filter(|(_, p)| !matches!(op.placement(*p, 0), Ok(Placement::Replicated) | Err(_)))
@@ -19,7 +19,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
         return Vec::new();
     }
     // Alone, or with the others of the same operation (a fused group).
-    let mut sets: Vec<Vec<(Option<usize>, Param)>> = sharded.iter().map(|p| vec![*p]).collect();
+    let mut sets: Vec<Vec<(Option<usize>, RefParam)>> = sharded.iter().map(|p| vec![*p]).collect();
     for pair in sharded.chunks(2).filter(|c| c.len() == 2 && sharded.len() > 2) {
         sets.push(pair.to_vec());
     }
@@ -35,7 +35,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
                 continue;
             }
             let (params, scope) = (set.clone(), affected.clone());
-            let change = move |_: usize, key: Key| match params.contains(&(key.0, key.1)) {
+            let change = move |_: usize, key: ParamKey| match params.contains(&(key.0, key.1)) {
                 true => displaced(op, key, &scope).map(Some),
                 false => Ok(None),
             };
@@ -51,9 +51,9 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
 }
 
 /// The parameter as it acts when `ranks` use rank 0's range.
-fn displaced(op: &OpContext<'_>, key: Key, ranks: &[usize]) -> Result<Value, lockstep_reference::RefError> {
+fn displaced(op: &OpContext<'_>, key: ParamKey, ranks: &[usize]) -> Result<Value, lockstep_reference::RefError> {
     let base = value_of(op.judge.weights, key)?;
-    if key.1 == Param::Embed {
+    if key.1 == RefParam::Embed {
         // Every rank answers for the ids of its range, and the answers are added.
         let (id, mut answers) = (key.2.unwrap_or(0), 0.0);
         for rank in 0..op.trace.tp {

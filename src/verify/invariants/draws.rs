@@ -23,7 +23,7 @@ pub(super) fn check(subject: &Subject) -> Result<Check, VerifyError> {
     let end = ids.len() - steps;
     let prompts = [&ids[..end], &ids[end / 2..end], &ids[..end / 2 + 1]];
     let all = prompts.iter().map(|p| p.len() + steps).sum::<usize>();
-    let options = subject.room(all, all + PAGE, prompts.len());
+    let options = subject.options_for(all, all + PAGE, prompts.len());
     let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     if !engine.runs_ahead(prompts.len()) {
         return Ok(Check::new(name, Verdict::NotApplicable, "the device chooses no tokens"));

@@ -22,7 +22,7 @@ use crate::engine::{Attention, Engine, Options};
 use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
 use crate::probe::{Difference, Trace};
-use crate::report::{Check, Progress, StageReport, Verdict};
+use crate::report::{Check, Progress, Reach, StageReport, Verdict};
 
 /// One part of the stage, with its checks.
 type Step<'a> = fn(&mut Bench<'a>) -> Result<Vec<Check>, VerifyError>;
@@ -71,7 +71,9 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         subject.attention.name(),
         if bench.exact { "bit by bit, degrees by the noise floor" } else { "by the noise floor" },
     );
-    Ok(StageReport::new("invariants", summary, checks))
+    let Options { sequences, .. } = options_for(subject, subject.attention);
+    let reach = Reach { positions: subject.ids.len(), sequences, ..Reach::default() };
+    Ok(StageReport { reach, ..StageReport::new("invariants", summary, checks) })
 }
 
 /// The engine under test with its plain run.
@@ -94,7 +96,8 @@ fn all() -> Filter {
 
 impl<'a> Bench<'a> {
     fn new(subject: &'a Subject, progress: &'a dyn Progress) -> Result<Self, VerifyError> {
-        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
+        let mut engine =
+            subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, subject.attention))?;
         let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         let (exact, floor) = (subject.engines.backend().sums_in_one_order(), OnceCell::new());
         Ok(Bench { subject, progress, engine, exact, base, floor })
@@ -184,7 +187,8 @@ impl<'a> Bench<'a> {
         let name = "graph = eager";
         let subject = self.subject;
         // A fresh engine, since replays are counted for the one made last.
-        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, subject.attention))?;
+        let mut engine =
+            subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, subject.attention))?;
         let Some(before) = subject.engines.backend().replays() else {
             return Ok(vec![Check::new(name, Verdict::NotApplicable, "the device records no steps")]);
         };
@@ -290,7 +294,7 @@ impl<'a> Bench<'a> {
             Attention::Dsa => Attention::Dense,
             Attention::Dense => Attention::Dsa,
         };
-        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, room(subject, other))?;
+        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, other))?;
         let name = "DSA with top-k >= length = dense";
         let short = subject.ids.len().min(top_k);
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
@@ -351,10 +355,10 @@ fn neighbours(ids: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (backwards().take(ids.len() * 2 / 3 + 1).collect(), backwards().skip(1).take(ids.len() / 3 + 1).collect())
 }
 
-/// Room for the prompt and its neighbours in one step.
-fn room(subject: &Subject, attention: Attention) -> Options {
+/// Options that hold the prompt and its neighbours in one step.
+fn options_for(subject: &Subject, attention: Attention) -> Options {
     let tokens = subject.ids.len();
     let (long, short) = neighbours(&subject.ids);
     let all = tokens + long.len() + short.len();
-    Options { attention, chunk: all, cache_tokens: all + PAGE, sequences: 3 }
+    Options { attention, ..subject.options_for(all, all + PAGE, 3) }
 }

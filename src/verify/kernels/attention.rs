@@ -3,7 +3,7 @@
 
 use lockstep_kernels::geometry::{self, Launch, MOST_LATENT, MOST_ROPE};
 use lockstep_reference::ndarray::{Array2, Array3, s};
-use lockstep_reference::{Recipe, ops};
+use lockstep_reference::{RefRecipe, ops};
 
 use super::cache::Cache;
 use super::case::{Case, check, rows_of};
@@ -158,7 +158,7 @@ impl<'a> Bench<'a> {
             })
             .collect();
         let scale = f64::from(scale(setup));
-        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
+        let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| {
             let mut y = Array2::zeros((n * judged.len(), *latent));
             for t in (0..n).filter(|t| !keys[*t].is_empty()) {
                 let part = |q: &[f32], w: usize| {
@@ -298,7 +298,8 @@ impl<'a> Bench<'a> {
             |t: usize, head: usize| self.judged.iter().position(|h| *h == head).map(|j| self.floor.sigma[t * k + j]);
         let of_token = |t: usize| self.floor.sigma[t * k..(t + 1) * k].iter().copied().fold(0.0, f64::max);
         let sigma = (0..n * heads).map(|i| own(i / heads, i % heads).unwrap_or_else(|| of_token(i / heads)));
-        let twin = Floored { sigma: sigma.collect(), exact: Array2::zeros(clean.dim()) }.around(naive.clone());
+        let twin =
+            Floored { sigma: sigma.collect(), exact: Array2::zeros(clean.dim()), spread: None }.around(naive.clone());
         case.judge("against the naive kernels", &clean, &twin);
         for t in (0..n).filter(|t| self.setup.tokens[*t].1 < 0) {
             let zero = clean.slice(s![t * heads..(t + 1) * heads, ..]).iter().all(|v| *v == 0.0);

@@ -2,7 +2,7 @@
 //! differ. One case becomes one check.
 
 use lockstep_reference::ndarray::Array2;
-use lockstep_reference::{Arith, Recipe};
+use lockstep_reference::{Arith, RefRecipe};
 use rayon::prelude::*;
 
 use crate::device::cuda::cubin::CubinError;
@@ -15,7 +15,7 @@ const SHOWN: usize = 3;
 
 impl Floored {
     /// The floor of an operation: once in f64, and in every legitimate order of the recipe.
-    pub fn of(recipe: Recipe, tp: usize, op: &(dyn Fn(Arith) -> Array2<f64> + Sync)) -> Self {
+    pub fn of(recipe: RefRecipe, tp: usize, op: &(dyn Fn(Arith) -> Array2<f64> + Sync)) -> Self {
         let arithmetics = [vec![Arith::Exact], Arith::orders(recipe, tp)].concat();
         let mut runs: Vec<Array2<f64>> = arithmetics.into_par_iter().map(op).collect();
         let mut floor = Floored::new(runs.remove(0), runs.iter());
@@ -40,7 +40,7 @@ impl Floored {
     /// since a naive kernel adds in one of the floor's orders: two independent errors make one of sqrt(2) sigma.
     pub fn around(&self, exact: Array2<f64>) -> Self {
         let sigma = self.sigma[..exact.nrows()].iter().map(|s| s * std::f64::consts::SQRT_2).collect();
-        Floored { exact, sigma }
+        Floored { exact, sigma, spread: None }
     }
 }
 
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     fn floor() -> Floored {
-        Floored { exact: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2] }
+        Floored { exact: Array2::from_elem((2, 40), 1.0), sigma: vec![1e-6; 2], spread: None }
     }
 
     fn of(look: impl FnOnce(&mut Case)) -> Check {

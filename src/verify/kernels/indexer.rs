@@ -3,7 +3,7 @@
 
 use lockstep_kernels::geometry;
 use lockstep_reference::ndarray::{Array2, Array3};
-use lockstep_reference::{Recipe, ops};
+use lockstep_reference::{RefRecipe, ops};
 
 use super::cache::Cache;
 use super::case::{Case, check};
@@ -101,7 +101,7 @@ impl Scores {
             let queries = Array3::from_shape_fn((1, *heads, *width), |(_, h, i)| query(h, i));
             let w = Array2::from_shape_fn((1, *heads), |(_, h)| f64::from(weights[t * heads + h]));
             let of = |a| ops::index_scores(a, &queries, &k, &w, &[keys.len() - 1]);
-            let floor = Floored::of(Recipe::Strict, lab.tp, &of);
+            let floor = Floored::of(RefRecipe::Strict, lab.tp, &of);
             judged.push((t, keys, floor));
         }
         // A token that sees few keys has the floor of those that see many.

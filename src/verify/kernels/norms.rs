@@ -2,7 +2,7 @@
 
 use lockstep_kernels::geometry;
 use lockstep_reference::ndarray::{Array1, Array2, s};
-use lockstep_reference::{Recipe, ops};
+use lockstep_reference::{RefRecipe, ops};
 
 use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View, given};
@@ -54,7 +54,7 @@ fn one(lab: &Lab<'_>, case: &mut Case, kernel: &'static str, width: usize) -> Re
         let summed: Vec<f32> = if adds { x.iter().zip(&delta).map(|(a, b)| a + b).collect() } else { x.clone() };
         let (weights, bias) = (Array1::from(w.clone()), Array1::from(b.clone()));
         let truth = rows_of(&summed, width);
-        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| match kernel {
+        let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| match kernel {
             "layer_norm" | "layer_norm_naive" => ops::layer_norm(a, &truth, &weights, &bias, f64::from(EPS)),
             _ => ops::rms_norm(a, &truth, &weights, f64::from(EPS)),
         });

@@ -3,7 +3,7 @@
 
 use lockstep_kernels::geometry::{self, Launch};
 use lockstep_reference::ndarray::{Array2, Axis, s};
-use lockstep_reference::{Arith, Recipe};
+use lockstep_reference::{Arith, RefRecipe};
 
 use super::case::{Case, Gone, check, rows_of};
 use super::lab::{Area, Lab, View, given};
@@ -91,9 +91,9 @@ impl Floors {
         let rounded = x.mapv(|v| half::bf16::from_f32(v as f32).to_f64());
         Floors {
             judged: judged.to_vec(),
-            strict: Floored::of(Recipe::Strict, tp, &|a| op(a, x)),
-            fast: Floored::of(Recipe::Fast, tp, &|a| op(a, x)),
-            rounded: Floored::of(Recipe::Strict, tp, &|a| op(a, &rounded)),
+            strict: Floored::of(RefRecipe::Strict, tp, &|a| op(a, x)),
+            fast: Floored::of(RefRecipe::Fast, tp, &|a| op(a, x)),
+            rounded: Floored::of(RefRecipe::Strict, tp, &|a| op(a, &rounded)),
         }
     }
 

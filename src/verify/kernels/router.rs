@@ -4,7 +4,7 @@
 use lockstep_kernels::geometry::{self, Launch, TILE};
 use lockstep_reference::config::Gating;
 use lockstep_reference::ndarray::{Array1, Array2, Array3};
-use lockstep_reference::{Arith, Recipe, ops};
+use lockstep_reference::{Arith, RefRecipe, ops};
 
 use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View, given};
@@ -84,7 +84,7 @@ fn route(lab: &Lab<'_>, r: &RouterArg, kernel: &'static str, case: &mut Case) ->
     let (x, bias) = (logits(r), biases(experts));
     let truth = rows_of(&x, experts);
     let biased = Array1::from(bias.clone());
-    let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
+    let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| {
         let p = ops::router_probabilities(a, &truth, gating(r));
         ops::choice_scores(a, &p, &biased, r.groups as usize, r.groups_used as usize)
     });
@@ -134,7 +134,7 @@ fn weights_floor(lab: &Lab<'_>, r: &RouterArg, logits: &Array2<f64>, ids: &[i32]
     let (experts, used) = (r.experts as usize, r.used as usize);
     let known = |id: &i32| usize::try_from(*id).ok().filter(|e| *e < experts).unwrap_or(experts);
     let ids: Vec<Vec<usize>> = ids.chunks(used).map(|row| row.iter().map(known).collect()).collect();
-    Floored::of(Recipe::Strict, lab.tp, &|a: Arith| {
+    Floored::of(RefRecipe::Strict, lab.tp, &|a: Arith| {
         let p = ops::router_probabilities(a, logits, gating(r));
         let mut padded = Array2::zeros((p.nrows(), experts + 1));
         padded.slice_mut(lockstep_reference::ndarray::s![.., ..experts]).assign(&p);
@@ -211,7 +211,7 @@ fn combine_slots(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuEr
         let weigh = |i: usize| if none(i) { 0.0 } else { f64::from(weights[i]) };
         let w = Array2::from_shape_fn((n, slots), |(t, j)| weigh(t * slots + j));
         let y = Array3::from_shape_fn((n, slots, width), |(t, j, i)| f64::from(rows[(t * slots + j) * width + i]));
-        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
+        let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| ops::mix_experts(a, &w, &y));
         let (row_area, id_area) = (lab.words(image)?, lab.ints(&ids)?);
         let w_area = lab.placed(View::plain(n, slots, slots + 2), &weights)?;
         let out = lab.room(View::plain(n, width, width + 3))?;

@@ -3,7 +3,7 @@
 use half::bf16;
 use lockstep_reference::config::RopeStyle;
 use lockstep_reference::ndarray::{Array2, Array3};
-use lockstep_reference::{Recipe, ops};
+use lockstep_reference::{RefRecipe, ops};
 
 use super::case::{Case, check, rows_of};
 use super::lab::{Lab, View, bytes_of, given};
@@ -67,7 +67,7 @@ fn rope(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
             let x = Random::of(&format!("rope {heads} {width}")).values(n * heads * width);
             let known: Vec<usize> = positions[..n].iter().map(|p| (*p).max(0) as usize).collect();
             let truth = Array3::from_shape_fn((n, heads, width), |(t, h, i)| f64::from(x[(t * heads + h) * width + i]));
-            let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
+            let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| {
                 let y = ops::rope(a, &truth, 0..width, &known, c.rope_base, RopeStyle::Interleaved);
                 let values: Vec<f64> = y.iter().copied().collect();
                 Array2::from_shape_fn((n * heads, width), |(i, j)| values[i * width + j])
@@ -173,7 +173,7 @@ fn swiglu(lab: &Lab<'_>, c: &Config, case: &mut Case) -> Result<(), GpuError> {
         let pairs = x.chunks_exact(2 * width).map(|group| group.split_at(width));
         let pairs: Vec<(f64, f64)> =
             pairs.flat_map(|(g, u)| g.iter().zip(u)).map(|(g, u)| (f64::from(*g), f64::from(*u))).collect();
-        let floor = Floored::of(Recipe::Strict, lab.tp, &|a| {
+        let floor = Floored::of(RefRecipe::Strict, lab.tp, &|a| {
             Array2::from_shape_fn((n * groups, width), |(i, j)| {
                 let (g, u) = pairs[i * width + j];
                 a.round(a.round(g * ops::sigmoid(a, g)) * u)

@@ -10,7 +10,7 @@ use lockstep_reference::dequant::{BlockFormat, block_format};
 use lockstep_reference::names::{self, whole_kv_b};
 use lockstep_reference::slice::{Cut, ExpertSplit, Placement, Split, cut, cut_values, placement};
 use lockstep_reference::weights::{file_tensor, shape};
-use lockstep_reference::{Format, ModelWeights, Param as RefParam, RawModel, RawTensor, RefError, Weights};
+use lockstep_reference::{Format, ModelWeights, RawModel, RawTensor, RefError, RefParam, Weights};
 
 use crate::checkpoint::oracle::Raw;
 use crate::model::Param;

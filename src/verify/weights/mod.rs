@@ -7,15 +7,18 @@
 //! engine forgets would not be.
 
 mod baseline;
+mod differs;
+mod distance;
 mod expected;
 mod explain;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_reference::Param as RefParam;
+use lockstep_reference::RefParam;
 use lockstep_reference::slice::Placement;
 use lockstep_reference::weights::shape;
 
+pub(super) use self::baseline::may_cost;
 use self::expected::{Expected, Oracle};
 use super::param_map::reference_of;
 use super::{Subject, VerifyError};

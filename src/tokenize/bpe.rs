@@ -226,6 +226,22 @@ impl Tokenizer {
         self.pieces.is_special(id)
     }
 
+    /// What `id` is good for; `None` for an id outside the vocabulary.
+    pub(super) fn kind(&self, id: u32) -> Option<Kind> {
+        self.pieces.kinds.get(usize::try_from(id).ok()?).copied()
+    }
+
+    /// What the merges make of a text in the byte-level alphabet, whether it is a token as a whole or not.
+    pub(super) fn by_merges_alone(&self) -> impl Fn(&str) -> Result<Vec<u32>, TokenizeError> {
+        let mut bpe = self.bpe.clone();
+        bpe.ignore_merges = false;
+        move |text| {
+            let tokens = bpe.tokenize(text);
+            let tokens = tokens.map_err(|e| TokenizeError::Library { what: "encoding", message: e.to_string() })?;
+            Ok(tokens.into_iter().map(|t| t.id).collect())
+        }
+    }
+
     /// The ids that end a turn: the union of everything the file states.
     pub fn stop_ids(&self) -> &StopIds {
         &self.stop

@@ -1,5 +1,5 @@
-//! Facts about a tokenizer, for `inspect` and the tokenizer stage of `verify`. Each is exact: it holds or it does not,
-//! and its detail says what was looked at, so that a reader can judge without trusting the verdict.
+//! Facts about a tokenizer, for the tokenizer stage of `verify`. Each is exact: it holds or it does not, and its detail says
+//! what was looked at, so that a reader can judge without trusting the verdict.
 
 use std::collections::BTreeSet;
 
@@ -7,11 +7,16 @@ use regex::Regex;
 use serde::Serialize;
 use serde_json::Map;
 
-use super::bpe::Tokenizer;
+use super::bpe::{Kind, Tokenizer};
 use super::error::TokenizeError;
 use super::hf::JsonTokenizer;
 use super::spec::TokenizerSpec;
+use super::stop::StopSource;
 use super::template::ChatMessage;
+
+/// Of so many ordinary tokens one may fail to be made by the merges, as tokens do that were put into a vocabulary by hand:
+/// text that is that token as a whole still becomes it.
+const FEW: usize = 100;
 
 /// Texts on which tokenizers have been seen to disagree: scripts, digits, contractions, white space, line ends, joined
 /// emoji, composed and decomposed characters, literals of control tokens, code.
@@ -68,28 +73,63 @@ pub const PROBE: [&str; 49] = [
     "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
 ];
 
+/// How a fact turned out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finding {
+    /// It holds.
+    Holds,
+    /// It does not, and there are sound files of which that is true.
+    Doubtful,
+    /// This build lacks what it takes to tell.
+    Unmeasured,
+    /// It does not.
+    Fails,
+}
+
 /// One fact.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
     /// What was checked.
     pub name: &'static str,
-    /// Whether it holds.
-    pub ok: bool,
+    /// How it turned out.
+    pub finding: Finding,
     /// The evidence.
     pub detail: String,
 }
 
-/// What was found: evidence that a fact holds, or that it does not.
-type Fact = Result<String, String>;
+/// What was found: evidence that a fact holds, or how and why it does not.
+type Fact = Result<String, Problem>;
+
+struct Problem(Finding, String);
+
+impl From<String> for Problem {
+    fn from(detail: String) -> Self {
+        Problem(Finding::Fails, detail)
+    }
+}
+
+impl From<TokenizeError> for Problem {
+    fn from(error: TokenizeError) -> Self {
+        Problem(if error.is_lack() { Finding::Unmeasured } else { Finding::Fails }, error.to_string())
+    }
+}
 
 fn fact(holds: bool, detail: String) -> Fact {
-    if holds { Ok(detail) } else { Err(detail) }
+    if holds { Ok(detail) } else { Err(detail.into()) }
 }
 
 impl Check {
+    /// Whether it holds.
+    pub fn holds(&self) -> bool {
+        self.finding == Finding::Holds
+    }
+
     fn of((name, fact): (&'static str, Fact)) -> Self {
-        let ok = fact.is_ok();
-        Check { name, ok, detail: fact.unwrap_or_else(|problem| problem) }
+        match fact {
+            Ok(detail) => Check { name, finding: Finding::Holds, detail },
+            Err(Problem(finding, detail)) => Check { name, finding, detail },
+        }
     }
 }
 
@@ -99,7 +139,7 @@ impl TokenizerSpec {
     pub fn checks(&self, vocab_rows: Option<usize>, other: Option<&JsonTokenizer>) -> Vec<Check> {
         match Tokenizer::new(self) {
             Ok(tokenizer) => tokenizer.checks(self, vocab_rows, other),
-            Err(error) => vec![Check::of(("built", Err(error.to_string())))],
+            Err(error) => vec![Check::of(("built", Err(error.into())))],
         }
     }
 }
@@ -114,8 +154,10 @@ impl Tokenizer {
             ("vocabulary", self.vocabulary(vocab_rows)),
             ("chat template", template(&prompt)),
             ("template literals", self.template_literals(spec, prompt.as_deref().unwrap_or_default())),
-            ("stop ids", fact(!self.stop_ids().ids.is_empty(), self.stop_ids().to_string())),
+            ("generation prompt", self.generation_prompt()),
+            ("stop ids", self.stops_are_control(spec)),
             ("bos", self.bos(spec, prompt.as_deref().ok())),
+            ("merges", self.merges(spec)),
             ("round trip", self.round_trip()),
         ];
         if let Some(other) = other {
@@ -130,6 +172,72 @@ impl Tokenizer {
         let turns = [("user", "Who?"), ("assistant", "I."), ("user", "Why?")];
         let turns: Vec<ChatMessage> = turns.into_iter().map(|(role, text)| ChatMessage::new(role, text)).collect();
         self.render_chat(&turns, true, &Map::new())
+    }
+
+    /// The template opens the assistant's turn where it is asked to, or else the model goes on with the user's.
+    fn generation_prompt(&self) -> Fact {
+        let turn = [ChatMessage::new("user", "Why?")];
+        let render = |open| self.render_chat(&turn, open, &Map::new());
+        let (Ok(open), Ok(closed)) = (render(true), render(false)) else { return Ok("no template to render".into()) };
+        if open == closed {
+            let detail = format!(
+                "GENERATION_PROMPT: the template renders {open:?} with add_generation_prompt and without, so nothing opens \
+                 the assistant's turn; expected a prompt that ends with its marker"
+            );
+            return Err(Problem(Finding::Doubtful, detail));
+        }
+        let same = open.bytes().zip(closed.bytes()).take_while(|(a, b)| a == b).count();
+        Ok(format!("adds {:?}", String::from_utf8_lossy(&open.as_bytes()[same..])))
+    }
+
+    /// What ends a turn must be no part of what a turn can say.
+    fn stops_are_control(&self, spec: &TokenizerSpec) -> Fact {
+        let stops = self.stop_ids();
+        fact(!stops.ids.is_empty(), stops.to_string())?;
+        let mut bad = Vec::new();
+        for stop in &stops.ids {
+            let kind = match self.kind(stop.id) {
+                Some(Kind::Ordinary) => "an ordinary token",
+                Some(Kind::Unused) => "an unused token",
+                Some(Kind::Control | Kind::UserDefined) | None => continue,
+            };
+            let ty = usize::try_from(stop.id).ok().and_then(|i| spec.types.get(i)).copied().unwrap_or_default();
+            let keys: Vec<&str> = stop.sources.iter().map(StopSource::key).collect();
+            bad.push(format!("{} is {} {:?}, {kind} (type {ty})", keys.join(" and "), stop.id, stop.literal));
+        }
+        let detail = format!("STOP_TYPE: {}; what ends a turn must be a control token: {stops}", bad.join("; "));
+        if bad.is_empty() { Ok(stops.to_string()) } else { Err(detail.into()) }
+    }
+
+    /// Every ordinary token is what the merges make of its own characters: in a trained vocabulary each was made by one.
+    fn merges(&self, spec: &TokenizerSpec) -> Fact {
+        let made: BTreeSet<String> = spec.merges.iter().map(|m| m.replacen(' ', "", 1)).collect();
+        let (mut ordinary, mut unreachable, mut bad) = (0usize, 0usize, Vec::new());
+        let merged = self.by_merges_alone();
+        for (id, token) in (0u32..).zip(&spec.tokens).filter(|(id, _)| self.kind(*id) == Some(Kind::Ordinary)) {
+            ordinary += 1;
+            let ids = merged(token)?;
+            if ids != [id] {
+                unreachable += usize::from(!made.contains(token));
+                bad.push((id, token, ids));
+            }
+        }
+        let Some((id, token, ids)) = bad.first() else {
+            return Ok(format!("{ordinary} ordinary tokens, each what its own text is merged to"));
+        };
+        let lost = match unreachable {
+            0 => String::new(),
+            n => format!("; {n} can never be reached, since no merge makes them"),
+        };
+        let detail = format!(
+            "MERGES: {} of {ordinary} ordinary tokens are not what their own text encodes to by the merges{lost}. The first \
+             is id {id} {token:?}, which becomes {ids:?}. The {} merges are not this vocabulary's, in another order, or \
+             incomplete: convert the model again",
+            bad.len(),
+            spec.merges.len()
+        );
+        let finding = if bad.len() * FEW > ordinary { Finding::Fails } else { Finding::Doubtful };
+        Err(Problem(finding, detail))
     }
 
     fn vocabulary(&self, vocab_rows: Option<usize>) -> Fact {
@@ -168,7 +276,7 @@ impl Tokenizer {
         }
         match bad.as_slice() {
             [] => Ok(format!("{} in the template, one id each", registered.len())),
-            bad => Err(bad.join("; ")),
+            bad => Err(bad.join("; ").into()),
         }
     }
 
@@ -177,7 +285,7 @@ impl Tokenizer {
         let Some(bos) = spec.bos else { return Ok("the file names none, none is added".into()) };
         let leading = |ids: Result<Vec<u32>, TokenizeError>| match ids {
             Ok(ids) => Ok(ids.iter().take_while(|id| **id == bos).count()),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(Problem::from(error)),
         };
         let text = prompt.unwrap_or_default();
         let (by_template, served) = (leading(self.encode(text, true))?, leading(self.prompt_ids(text))?);
@@ -185,10 +293,14 @@ impl Tokenizer {
         let both = by_template + by_tokenizer;
         // Without a template there is no chat prompt, and the tokenizer's word is all there is.
         let ok = served == 1 || (served == 0 && (prompt.is_none() || spec.add_bos == Some(false)));
-        fact(
-            ok,
-            format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}"),
-        )
+        let detail =
+            format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}");
+        if ok && both > 1 {
+            let advice = "engines that add both feed the model a prompt that begins as none did in training";
+            let detail = format!("BOS_TWICE: {detail}; {advice}. Leave out add_bos_token, or the template's own");
+            return Err(Problem(Finding::Doubtful, detail));
+        }
+        fact(ok, detail)
     }
 
     /// Every probe text comes back from its ids.
@@ -204,7 +316,7 @@ impl Tokenizer {
     /// Every probe text has the same ids on both sides.
     fn same_ids(&self, other: &JsonTokenizer) -> Fact {
         for text in PROBE {
-            let problem = |error: TokenizeError| format!("{text:?}: {error}");
+            let problem = |error: TokenizeError| Problem::from(format!("{text:?}: {error}"));
             let (ours, theirs) = (self.encode(text, true).map_err(problem)?, other.encode(text).map_err(problem)?);
             fact(ours == theirs, format!("first difference at {text:?}: {ours:?} here, {theirs:?} by tokenizer.json"))?;
         }
@@ -219,7 +331,7 @@ fn same_tokens(spec: &TokenizerSpec, other: &JsonTokenizer) -> Fact {
         match other.token(id) {
             Some(theirs) if theirs == *token => {}
             None if unused(at) => {}
-            theirs => return Err(format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json")),
+            theirs => return Err(format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json").into()),
         }
     }
     let (here, there) = (spec.tokens.len(), other.len());
@@ -244,7 +356,7 @@ fn template(prompt: &Result<String, TokenizeError>) -> Fact {
     match prompt {
         Ok(prompt) => Ok(format!("renders: {prompt:?}")),
         Err(TokenizeError::TemplateAbsent) => Ok("none in the file: plain completion only".into()),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(error.clone().into()),
     }
 }
 

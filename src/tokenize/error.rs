@@ -163,6 +163,17 @@ pub enum TokenizeError {
         /// What went wrong.
         message: String,
     },
+    /// The chat template has a statement that transformers knows and this build does not.
+    #[error(
+        "chat template{}: the statement {statement:?} is known, and this build cannot run it; the template may well be \
+         right, and a prompt can be given as it is with --raw", line.map(|l| format!(", line {l}")).unwrap_or_default()
+    )]
+    Statement {
+        /// Line of the template, from 1, where it is known.
+        line: Option<usize>,
+        /// The statement's first word.
+        statement: &'static str,
+    },
     /// The underlying library refused data that had passed every check here.
     #[error("{what}: {message}")]
     Library {
@@ -171,6 +182,13 @@ pub enum TokenizeError {
         /// The library's message.
         message: String,
     },
+}
+
+impl TokenizeError {
+    /// Whether it is the tool that lacks something: then nothing is said against the model.
+    pub fn is_lack(&self) -> bool {
+        matches!(self, TokenizeError::Statement { .. })
+    }
 }
 
 /// `text` cut to 60 characters, so that a hostile file cannot flood a message.

@@ -13,6 +13,7 @@ use super::spec::TokenizerSpec;
 
 const TOKENIZER: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
+const TEMPLATE: &str = "chat_template.json";
 const GENERATION: &str = "generation_config.json";
 
 #[derive(Deserialize)]
@@ -88,7 +89,7 @@ impl TokenizerSpec {
             model: "gpt2".into(),
             pre,
             merges: file.model.merges.iter().map(Merge::joined).collect(),
-            chat_template: chat_template(&config)?,
+            chat_template: chat_template(CONFIG, &config)?,
             bos: id_of("bos_token")?,
             eos: id_of("eos_token")?,
             unk: id_of("unk_token")?,
@@ -104,6 +105,11 @@ impl TokenizerSpec {
             types,
         };
         Ok(spec)
+    }
+
+    /// The chat template of the text of a chat_template.json, which holds nothing else. Errors: not JSON, no text.
+    pub fn template_of_json(text: &str) -> Result<Option<String>, TokenizeError> {
+        chat_template(TEMPLATE, &object(TEMPLATE, Some(text))?)
     }
 }
 
@@ -180,7 +186,7 @@ fn special_id(config: &Map<String, Json>, key: &str, tokens: &[String]) -> Resul
 }
 
 /// A string, or a list of named templates of which "default" counts.
-fn chat_template(config: &Map<String, Json>) -> Result<Option<String>, TokenizeError> {
+fn chat_template(file: &'static str, config: &Map<String, Json>) -> Result<Option<String>, TokenizeError> {
     match config.get("chat_template") {
         None | Some(Json::Null) => Ok(None),
         Some(Json::String(source)) => Ok(Some(source.clone())),
@@ -188,7 +194,7 @@ fn chat_template(config: &Map<String, Json>) -> Result<Option<String>, TokenizeE
             let named = other.as_array().and_then(|list| list.iter().find(|t| t["name"] == "default"));
             match named.and_then(|t| t["template"].as_str()) {
                 Some(source) => Ok(Some(source.to_owned())),
-                None => Err(json_error(CONFIG, "chat_template", "a string or a list with \"default\"", other)),
+                None => Err(json_error(file, "chat_template", "a string or a list with \"default\"", other)),
             }
         }
     }

@@ -5,7 +5,7 @@
 //! stop id all look like faults of the engine. This module builds a byte-level BPE tokenizer from a plain
 //! [`TokenizerSpec`] (GGUF metadata or a Hugging Face folder), refuses what it does not know instead of guessing,
 //! renders chat templates as transformers does, streams whole characters only, and lists facts ([`Check`]) for
-//! `inspect` and for the tokenizer stage of `verify`. It knows neither containers nor wire formats.
+//! the tokenizer stage of `verify`. It knows neither containers nor wire formats.
 
 mod alphabet;
 mod bpe;
@@ -20,7 +20,7 @@ mod stream;
 mod template;
 
 pub use bpe::Tokenizer;
-pub use checks::{Check, PROBE};
+pub use checks::{Check, Finding, PROBE};
 pub use error::TokenizeError;
 pub use hf::JsonTokenizer;
 pub use pretok::KNOWN_PRE_TOKENIZERS;

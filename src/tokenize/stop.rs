@@ -29,6 +29,19 @@ pub enum StopSource {
     Literal,
 }
 
+impl StopSource {
+    /// The key, or what stands in for one.
+    pub(super) fn key(&self) -> &'static str {
+        match self {
+            Self::Eos => "eos_token_id",
+            Self::Eot => "eot_token_id",
+            Self::Eom => "eom_token_id",
+            Self::GenerationConfig => "eos_token_id of generation_config.json",
+            Self::Literal => "the token that ends a text by its name",
+        }
+    }
+}
+
 impl fmt::Display for StopSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

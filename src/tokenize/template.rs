@@ -65,7 +65,7 @@ impl ChatTemplate {
                 Error::new(ErrorKind::InvalidOperation, format!("strftime_now: unknown field in {format}"))
             })
         });
-        environment.add_template_owned(NAME, source).map_err(|e| template_error(&e))?;
+        environment.add_template_owned(NAME, source).map_err(|e| lacking(&e).unwrap_or_else(|| template_error(&e)))?;
         let literal = |id: Option<u32>| spec.tokens.get(usize::try_from(id?).ok()?);
         let named =
             [("bos_token", spec.bos), ("eos_token", spec.eos), ("unk_token", spec.unk), ("pad_token", spec.pad)];
@@ -116,6 +116,17 @@ fn template_value(json: &Json) -> Value {
             _ => Value::from(n.as_f64().unwrap_or(f64::NAN)),
         },
     }
+}
+
+/// Statements that transformers runs and that are not built in here: `generation` marks the assistant's words for training,
+/// the others are Jinja's own.
+const LACKING: [&str; 6] = ["generation", "print", "include", "import", "from", "extends"];
+
+/// A syntax error that only says what this build lacks.
+fn lacking(error: &Error) -> Option<TokenizeError> {
+    let word = error.detail()?.strip_prefix("unknown statement ")?;
+    let statement = LACKING.into_iter().find(|known| *known == word)?;
+    Some(TokenizeError::Statement { line: error.line(), statement })
 }
 
 fn template_error(error: &Error) -> TokenizeError {

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{Subject, VerifyError};
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::report::{Check, Progress, StageReport, Verdict};
-use crate::tokenize::{JsonTokenizer, Tokenizer, TokenizerSpec};
+use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, Tokenizer, TokenizerSpec};
 
 const STAGE: &str = "tokenizer";
 
@@ -40,14 +40,22 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         JsonTokenizer::new(text).inspect_err(|e| checks.push(unread(e.to_string()))).ok()
     });
     let facts = spec.checks(Some(checkpoint.config().vocab), other.as_ref());
-    checks.extend(facts.into_iter().map(|f| Check::exact(f.name, f.ok, f.detail)));
+    let verdict = |finding| match finding {
+        Finding::Holds => Verdict::Match,
+        Finding::Doubtful => Verdict::Drift,
+        Finding::Unmeasured => Verdict::Unmeasured,
+        Finding::Fails => Verdict::Divergent,
+    };
+    checks.extend(facts.into_iter().map(|f| Check::new(f.name, verdict(f.finding), f.detail)));
     if let Some(baseline) = subject.baseline.as_deref().filter(|b| has_tokenizer(b)) {
         checks.extend(against(&spec, baseline));
     }
     progress.at("tokenizers", 1, 1);
     let beside = match (&other, &json) {
         (Some(_), Some((path, _))) => format!("compared with {path}"),
-        _ => "by itself: there is no tokenizer.json to compare with".into(),
+        _ => "by itself: without a tokenizer.json the pre-tokenizer, the special tokens and the chat template are taken on \
+              trust"
+            .into(),
     };
     Ok(StageReport::new(STAGE, format!("{} tokens, {beside}", spec.tokens.len()), checks))
 }
@@ -88,16 +96,79 @@ fn against(spec: &TokenizerSpec, baseline: &Checkpoint) -> Vec<Check> {
         first_difference("tokens = baseline", &spec.tokens, &theirs.tokens),
         first_difference("merges = baseline", &spec.merges, &theirs.merges),
     ];
-    let same = spec.chat_template == theirs.chat_template;
-    let size = |s: &TokenizerSpec| s.chat_template.as_ref().map_or("none".into(), |t| format!("{} bytes", t.len()));
-    // Templates are edited after a conversion, often for the better.
-    let verdict = if same { Verdict::Match } else { Verdict::Drift };
-    checks.push(Check::new("chat template = baseline", verdict, sides(&size(spec), &size(&theirs))));
+    checks.push(types(spec, &theirs));
+    checks.push(prompt(spec, &theirs));
+    checks.push(template(spec, &theirs));
     checks.push(stop_ids(spec, &theirs));
     checks
 }
 
-/// The baseline's stop ids must all stop here; more do no harm.
+/// What text can become and what steers the model. Converters differ in which literals they call control and which
+/// user-defined, and in how they fill ids without a token; never in which tokens are ordinary.
+fn types(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
+    let name = "token types = baseline";
+    let differ = || (0..).zip(spec.types.iter().zip(&theirs.types)).filter(|(_, (a, b))| a != b);
+    let ordinary = |ty: &i32| matches!(ty, 0 | 1);
+    let crossing = differ().find(|(_, (a, b))| ordinary(a) != ordinary(b));
+    let Some((id, (here, there))) = crossing.or_else(|| differ().next()) else {
+        return Check::exact(name, true, format!("{} equal", spec.types.len().min(theirs.types.len())));
+    };
+    let token = usize::try_from(id).ok().and_then(|i: usize| spec.tokens.get(i)).cloned().unwrap_or_default();
+    let count = differ().count();
+    let detail = format!("{count} differ, the first is id {id} {token:?}: type {here} here, {there} in the baseline");
+    Check::new(name, if crossing.is_some() { Verdict::Divergent } else { Verdict::Drift }, detail)
+}
+
+/// The ids that a plain text is fed as: what is put in front of it differs where everything else is equal.
+fn prompt(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
+    let name = "prompt = baseline";
+    let ids = |s: &TokenizerSpec| Tokenizer::new(s).and_then(|t| t.prompt_ids("Why?"));
+    match (ids(spec), ids(theirs)) {
+        (Ok(here), Ok(there)) => Check::exact(name, here == there, sides(&format!("{here:?}"), &format!("{there:?}"))),
+        _ => Check::new(name, Verdict::Unmeasured, "one of the tokenizers cannot be built"),
+    }
+}
+
+/// Conversations as (role, text), each with whether the assistant's turn is to be opened.
+const CONVERSATIONS: [(&[(&str, &str)], bool); 3] = [
+    (&[("user", "Why?")], true),
+    (&[("system", "Be brief."), ("user", "Who?"), ("assistant", "I."), ("user", "Why?")], true),
+    (&[("user", "Who?"), ("assistant", "I.")], false),
+];
+
+/// Templates are edited after a conversion, often for the better; but what they make of plain turns is what the model was
+/// trained on.
+fn template(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
+    let name = "chat template = baseline";
+    let size = |s: &TokenizerSpec| s.chat_template.as_ref().map_or("none".into(), |t| format!("{} bytes", t.len()));
+    let sizes = sides(&size(spec), &size(theirs));
+    if spec.chat_template == theirs.chat_template {
+        return Check::exact(name, true, sizes);
+    }
+    let (Ok(own), Ok(other)) = (Tokenizer::new(spec), Tokenizer::new(theirs)) else {
+        return Check::new(name, Verdict::Unmeasured, "one of the tokenizers cannot be built");
+    };
+    for (turns, open) in CONVERSATIONS {
+        let turns: Vec<ChatMessage> = turns.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect();
+        let render = |tokenizer: &Tokenizer| tokenizer.render_chat(&turns, open, &serde_json::Map::new());
+        if let (Ok(here), Ok(there)) = (render(&own), render(&other))
+            && here != there
+        {
+            let at = here.chars().zip(there.chars()).take_while(|(a, b)| a == b).count();
+            let rest = |text: &str| text.chars().skip(at).collect::<String>();
+            let detail = format!(
+                "TEMPLATE: {} become {here:?} here, {there:?} in the baseline; from character {at} on {:?} here, {:?} there",
+                crate::report::table::plural(turns.len(), "turn"),
+                rest(&here),
+                rest(&there)
+            );
+            return Check::exact(name, false, detail);
+        }
+    }
+    Check::new(name, Verdict::Drift, format!("{sizes}; what both can render of plain turns is the same"))
+}
+
+/// What ends a turn must be the same on both sides: an id too few and the model runs on, one too many and it is cut off.
 fn stop_ids(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
     let name = "stop ids = baseline";
     let ids = |s: &TokenizerSpec| -> Option<BTreeSet<u32>> {
@@ -106,12 +177,15 @@ fn stop_ids(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
     let (Some(here), Some(there)) = (ids(spec), ids(theirs)) else {
         return Check::new(name, Verdict::Unmeasured, "one of the tokenizers cannot be built");
     };
-    let lost: Vec<&u32> = there.difference(&here).collect();
-    let detail = match lost.as_slice() {
-        [] => format!("{here:?}"),
-        lost => format!("STOP_IDS: {lost:?} end a turn in the baseline and not here: {here:?} against {there:?}"),
+    let said = |list: Vec<&u32>, what: &str| (!list.is_empty()).then(|| format!("{list:?} end a turn {what}"));
+    let lost = said(there.difference(&here).collect(), "in the baseline and not here");
+    let more = said(here.difference(&there).collect(), "here and not in the baseline");
+    let differ: Vec<String> = lost.into_iter().chain(more).collect();
+    let detail = match differ.is_empty() {
+        true => format!("{here:?}"),
+        false => format!("STOP_IDS: {}; {here:?} here, {there:?} in the baseline", differ.join(", ")),
     };
-    Check::exact(name, lost.is_empty(), detail)
+    Check::exact(name, differ.is_empty(), detail)
 }
 
 fn sides(here: &str, there: &str) -> String {

@@ -26,9 +26,10 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         let found = bisect::run(&subject, &bar)?;
         // Nothing at the sampled rows: a fault of few tokens may lie between them.
         let all = subject.ids.len();
-        if found.culprit.is_none() && found.parts_at.is_none() && subject.rows.len() < all && all <= WIDEN_UP_TO {
+        let clean = found.file.is_empty() && found.culprit.is_none() && found.parts_at.is_none();
+        if clean && subject.rows.len() < all && all <= WIDEN_UP_TO {
             subject.rows = (0..all).collect();
-            bisect::run(&subject, &bar)?
+            bisect::operations(&subject, &bar)?
         } else {
             found
         }

@@ -1,5 +1,7 @@
 //! The first bad layer, then the operation, then the region, then the kind of fault.
 //!
+//! The file comes first, as in `verify`: what is wrong with it would be laid on the operations that read it.
+//!
 //! The same input runs three times first: bits that differ are NONDETERMINISTIC, and nothing else is said. Then every
 //! operation is replayed; the first that diverges is explained by the catalogue, or it is UNKNOWN and what was ruled out
 //! is printed.
@@ -14,7 +16,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::engine::Engine;
 use crate::model::place::Unit;
 use crate::model::{Layout, params};
-use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, Fit, RuledOut, UNKNOWN};
+use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, FileFault, Fit, RuledOut, UNKNOWN};
 use crate::report::json::Number;
 use crate::report::table::ranges;
 use crate::report::{Progress, Verdict};
@@ -25,15 +27,38 @@ use crate::verify::op::OpFinding;
 use crate::verify::param_map::reference_of;
 use crate::verify::replay::{Measured, Seen, Unjudged};
 use crate::verify::subject::points_of;
-use crate::verify::{Subject, VerifyError};
+use crate::verify::{Subject, VerifyError, file};
 
-/// Runs the bisection.
+/// Runs the bisection: the file, then the operations.
 ///
 /// # Errors
 /// An engine that cannot run, a reference that cannot read the model.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
+    let checks = file::run(subject, progress)?.checks.into_iter().filter(|c| c.verdict >= Verdict::Divergent);
+    let faults: Vec<FileFault> = checks.map(|c| FileFault { check: c.name, evidence: c.detail }).collect();
+    if faults.is_empty() {
+        return operations(subject, progress);
+    }
+    Ok(Bisection {
+        verdict: Verdict::Divergent,
+        file: faults,
+        culprit: None,
+        others: Vec::new(),
+        judged: 0,
+        unmeasured: 0,
+        sparse_attention: None,
+        parts_at: None,
+    })
+}
+
+/// The bisection of a model whose file is right.
+///
+/// # Errors
+/// As [`run`].
+pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, VerifyError> {
     let mut found = Bisection {
         verdict: Verdict::Nondeterministic,
+        file: Vec::new(),
         culprit: None,
         others: Vec::new(),
         judged: 0,

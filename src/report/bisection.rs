@@ -11,6 +11,9 @@ use super::{Page, Record, Run, Verdict};
 /// The word for a fault that nothing of the catalogue explains.
 pub const UNKNOWN: &str = "UNKNOWN";
 
+/// Faults of a file that the text shows.
+const FAULTS_SHOWN: usize = 8;
+
 /// Other diverging operations that the text shows.
 const OTHERS_SHOWN: usize = 8;
 
@@ -114,11 +117,22 @@ pub struct Culprit {
     pub ruled_out: Vec<RuledOut>,
 }
 
+/// Something that is wrong with the file itself.
+#[derive(Clone, Debug, Serialize)]
+pub struct FileFault {
+    /// A tensor, a parameter, or what was checked.
+    pub check: String,
+    /// What was seen, in words.
+    pub evidence: String,
+}
+
 /// What was found.
 #[derive(Clone, Debug, Serialize)]
 pub struct Bisection {
     /// MATCH, DRIFT, INACTIVE, DIVERGENT, NONDETERMINISTIC or UNMEASURED.
     pub verdict: Verdict,
+    /// What is wrong with the file; then no operation was judged.
+    pub file: Vec<FileFault>,
     /// Operations judged.
     pub judged: usize,
     /// Operations that could not be judged, because their inputs are missing, not finite or all zeros.
@@ -157,6 +171,17 @@ impl Record for BisectReport {
         };
         page.line(format!("{}; {} operations judged at {rows}", self.run.line(), found.judged))?;
         page.gap()?;
+        if !found.file.is_empty() {
+            let mut faults = Table::new(&["stage", "check", "evidence"]);
+            let shown = found.file.iter().take(FAULTS_SHOWN);
+            shown.for_each(|f| faults.row(["file", f.check.as_str(), &f.evidence]));
+            page.table(&faults)?;
+            if found.file.len() > FAULTS_SHOWN {
+                page.line(format!("and {} more; `lockstep verify file` lists them", found.file.len() - FAULTS_SHOWN))?;
+            }
+            page.gap()?;
+            return page.verdict(found.verdict, " in the file, so no operation was judged");
+        }
         if let Some(place) = &found.parts_at {
             let why = format!(", no other verdict. The same input parts first at {place}.");
             return page.verdict(Verdict::Nondeterministic, &why);

@@ -26,8 +26,8 @@ fn main() -> ExitCode {
     let exit = ended.unwrap_or_else(|error| {
         interrupt::end_if_stopping();
         // Each error's message includes those beneath it.
-        cli::fail(&error.to_string(), json, &mut stdout());
-        Exit::Usage
+        cli::fail(&error.to_string(), error.exit(), json, &mut stdout());
+        error.exit()
     });
     ExitCode::from(exit.code())
 }

@@ -200,12 +200,10 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     let rope = keys.count("rope.dimension_count")?;
     let q_rank = keys.count("attention.q_lora_rank")?;
     let kv_rank = keys.count("attention.kv_lora_rank")?;
-    let query = keys.count("attention.key_length_mla")?;
+    let (query, value) = gguf_heads(&keys, kv_rank, rope)?;
     let nope = (query.checked_sub(rope).filter(|&n| n > 0)).ok_or_else(|| {
         RefError::key("glm-dsa.attention.key_length_mla", format!("more than {rope}"), query.to_string())
     })?;
-    keys.agrees("attention.key_length", kv_rank + rope)?;
-    keys.agrees("attention.value_length", kv_rank)?;
     let vocab = match keys.optional("vocab_size", Keys::count)? {
         Some(n) => n,
         None => (raw.tensor("token_embd.weight").and_then(|t| t.ne.get(1).copied()))
@@ -231,7 +229,7 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         heads: keys.count("attention.head_count")?,
         nope,
         rope,
-        value: keys.count("attention.value_length_mla")?,
+        value,
         q_rank,
         kv_rank,
         ffn: keys.count_in("feed_forward_length", 0..dense_layers)?,
@@ -258,6 +256,26 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     })
 }
 
+/// Widths of a real query head and of a real value head. With the `_mla` keys, the plain ones describe the cached row; a
+/// file that keeps `kv_b` whole has the plain ones only, and they say it themselves.
+fn gguf_heads(keys: &Keys<'_>, kv_rank: usize, rope: usize) -> Result<(usize, usize), RefError> {
+    let real = ["attention.key_length_mla", "attention.value_length_mla"];
+    if real.iter().any(|key| keys.get(key).is_some()) {
+        keys.agrees("attention.key_length", kv_rank + rope)?;
+        keys.agrees("attention.value_length", kv_rank)?;
+        return Ok((keys.count(real[0])?, keys.count(real[1])?));
+    }
+    let plain = (keys.count("attention.key_length")?, keys.count("attention.value_length")?);
+    if plain.0 == kv_rank + rope {
+        return Err(RefError::key(
+            real.map(|key| format!("glm-dsa.{key}")).join(", "),
+            "the real head widths",
+            "nothing",
+        ));
+    }
+    Ok(plain)
+}
+
 fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     let keys = Keys { raw, prefix: "" };
     keys.must_be("model_type", "glm_moe_dsa")?;
@@ -279,9 +297,12 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
     }
     keys.agrees("moe_layer_freq", 1)?;
     let layers = keys.layers("num_hidden_layers")?;
-    let dense_layers = keys.count_or_zero("first_k_dense_replace")?;
+    let dense_layers = hf_dense(&keys, layers)?;
     let (nope, rope) = (keys.count("qk_nope_head_dim")?, keys.count("qk_rope_head_dim")?);
-    keys.agrees("qk_head_dim", nope + rope)?;
+    if let Some(width) = keys.get("qk_head_dim").filter(|w| everywhere(w).as_count() != Some((nope + rope) as u64)) {
+        let expected = format!("qk_nope_head_dim {nope} + qk_rope_head_dim {rope} = {}", nope + rope);
+        return Err(keys.wrong("qk_head_dim", expected, &width));
+    }
     let gating = match keys.get("scoring_func") {
         None => Gating::Sigmoid,
         Some(Meta::Str(s)) if s == "sigmoid" => Gating::Sigmoid,
@@ -353,8 +374,28 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         eps: keys.real("rms_norm_eps")?,
         latent_eps: 0.0,
         index_eps: 0.0,
-        tied_head: keys.flag_or("tie_word_embeddings", false)?,
+        // A head that is there is used, whatever the flag says.
+        tied_head: raw.tensor("lm_head.weight").is_none() && keys.flag_or("tie_word_embeddings", false)?,
     })
+}
+
+/// How many layers at the start are dense: as a count, as a list with a word for each layer, or both.
+fn hf_dense(keys: &Keys<'_>, layers: usize) -> Result<usize, RefError> {
+    let Some(list) = keys.get("mlp_layer_types") else { return keys.count_or_zero("first_k_dense_replace") };
+    let sparse = keys.full_layers("mlp_layer_types", &list, layers, |word| match word.as_text() {
+        Some("sparse") => Some(true),
+        Some("dense") => Some(false),
+        _ => None,
+    })?;
+    let dense = sparse.iter().position(|s| *s).unwrap_or(layers);
+    if sparse[dense..].contains(&false) {
+        return Err(keys.wrong("mlp_layer_types", "all dense layers before the first sparse one", &list));
+    }
+    let counted = keys.optional("first_k_dense_replace", Keys::count_or_zero)?;
+    match counted.filter(|n| (*n).min(layers) != dense) {
+        Some(n) => Err(RefError::key("first_k_dense_replace", format!("{dense}, as mlp_layer_types"), n.to_string())),
+        None => Ok(counted.unwrap_or(dense)),
+    }
 }
 
 /// GLM-5.2's rule: layer i is full where max(i - offset + 1, 0) is a multiple of `freq`.
@@ -458,7 +499,7 @@ impl Keys<'_> {
         layers: usize,
         read: impl Fn(&Meta) -> Option<bool>,
     ) -> Result<Vec<bool>, RefError> {
-        let expected = || format!("a list that says full or shared for each of {layers} layers");
+        let expected = || format!("a list with one of its two words for each of {layers} layers");
         let Meta::Array(items) = list else { return Err(self.wrong(key, expected(), list)) };
         let items = items.get(..layers).ok_or_else(|| self.wrong(key, expected(), list))?;
         items.iter().map(|item| read(item).ok_or_else(|| self.wrong(key, expected(), item))).collect()

@@ -4,8 +4,9 @@
 use std::collections::{HashMap, HashSet};
 
 use super::names::{self, Binding, Naming};
+use super::witness::Witness;
 use super::{TensorSource, View};
-use crate::model::{Config, Kind, Param, params};
+use crate::model::{Config, Fact, Kind, Param, params};
 
 /// A tensor that nothing uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +39,17 @@ pub struct ShapeFault {
     pub found: Vec<u64>,
     /// The metadata keys, or rules, that the axes in question come from.
     pub keys: Vec<String>,
+}
+
+/// A parameter that the file holds in a form that this build cannot read. That says nothing against the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unhandled {
+    /// The parameter; none for a tensor that belongs to another one.
+    pub param: Option<Param>,
+    /// The tensor.
+    pub tensor: String,
+    /// What it holds, and how.
+    pub form: &'static str,
 }
 
 /// What the file holds of the MTP blocks that its metadata declares.
@@ -76,12 +88,19 @@ pub struct Coverage {
     pub mtp_missing: Vec<String>,
     /// Tensors of a type that this build cannot dequantise: (tensor, type).
     pub unreadable: Vec<(String, &'static str)>,
+    /// Parameters in a form that this build cannot read.
+    pub unhandled: Vec<Unhandled>,
 }
 
 impl Coverage {
     /// True when every tensor has a home, every parameter a source, and every shape fits.
     pub fn is_whole(&self) -> bool {
         self.unbound.is_empty() && self.missing.is_empty() && self.shapes.is_empty()
+    }
+
+    /// True when this build can read every tensor that is there.
+    pub fn is_handled(&self) -> bool {
+        self.unreadable.is_empty() && self.unhandled.is_empty()
     }
 }
 
@@ -94,7 +113,8 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
     let mut bound = HashMap::new();
     let mut expected_names = Vec::new();
     let (mut missing, mut shapes, mut aliases) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut mtp_found, mut mtp_missing) = (0usize, Vec::new());
+    let (mut mtp_found, mut mtp_missing, mut unhandled) = (0usize, Vec::new(), Vec::new());
+    let witness = Witness::new(source);
     // More experts than tensors cannot all be there; their names need not be made to know that.
     let experts = config.experts.min(file_names.len() + 1);
     for param in params::of_trunk(config).into_iter().chain(params::of_mtp(config)) {
@@ -102,7 +122,15 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         let candidates = names::candidates(naming, param, experts);
         let usual = candidates.first().and_then(|b| b.names().first().cloned()).unwrap_or_default();
         let found = candidates.into_iter().find(|b| b.names().iter().all(|n| present.contains(n.as_str())));
-        let Some(binding) = found.or_else(|| tied_head(param, naming, &present)) else {
+        let other = names::unhandled(naming, param, |name| present.contains(name)).filter(|_| found.is_none());
+        if let Some((tensor, form)) = other {
+            mtp_found += usize::from(of_mtp);
+            used.insert(tensor.clone());
+            unhandled.push(Unhandled { param: Some(param), tensor, form });
+            continue;
+        }
+        let tied = || tied_head(param, naming, &present).filter(|_| config.may_tie);
+        let Some(binding) = found.or_else(tied) else {
             expected_names.push((usual.clone(), false));
             match of_mtp {
                 true if param.kind.is_indexer() => {} // runs without one
@@ -117,10 +145,9 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
             aliases.push((binding.names()[0].clone(), usual));
         }
         for name in binding.names() {
-            if let Some(fault) = source.tensor(name).and_then(|view| wrong_shape(config, param, &binding, name, &view))
-            {
-                shapes.push(fault);
-            }
+            let view = source.tensor(name);
+            let fault = view.and_then(|view| wrong_shape(config, param, &binding, name, &view, &witness));
+            shapes.extend(fault);
             used.insert(name.clone());
         }
         bound.insert(param, binding);
@@ -131,6 +158,8 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         (_, _, 0) => Mtp::Whole,
         _ => Mtp::Partial,
     };
+    let factors = Factors::of(source, &file_names);
+    missing.extend(factors.lost(&bound));
     let nearest_to = Nearest(expected_names);
     let (mut unused, mut unbound, mut unreadable) = (Vec::new(), Vec::new(), Vec::new());
     for name in &file_names {
@@ -138,6 +167,10 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
             unreadable.push((name.to_string(), view.ty.name));
         }
         if used.contains(*name) {
+            continue;
+        }
+        if let Some(form) = factors.form(name) {
+            unhandled.push(Unhandled { param: None, tensor: name.to_string(), form });
             continue;
         }
         match why_unused(naming, config, name, &bound) {
@@ -159,8 +192,41 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         mtp,
         mtp_missing,
         unreadable,
+        unhandled,
     };
     (coverage, bound)
+}
+
+/// The factors that stand beside FP8 tensors under names made from theirs.
+struct Factors<'a>(HashMap<&'a str, bool>);
+
+impl<'a> Factors<'a> {
+    /// The tensors of FP8, each with whether factors stand beside it.
+    fn of(source: &dyn TensorSource, names: &[&'a str]) -> Self {
+        let is_fp8 = |name: &str| source.tensor(name).is_some_and(|v| v.ty.name.starts_with("F8_"));
+        let has = |name: &str| names::FP8_FACTORS.iter().any(|end| source.tensor(&format!("{name}{end}")).is_some());
+        Factors(names.iter().filter(|n| is_fp8(n)).map(|n| (*n, has(n))).collect())
+    }
+
+    /// What a tensor is that stands beside an FP8 one as its factors.
+    fn form(&self, name: &str) -> Option<&'static str> {
+        let (module, what) = name.rsplit_once('.')?;
+        let is_fp8 = self.0.contains_key(format!("{module}.weight").as_str());
+        (is_fp8 && what.contains("scale")).then_some("factors of an FP8 tensor")
+    }
+
+    /// Where some have factors all must: the others' values are known up to a factor only.
+    fn lost(&self, bound: &HashMap<Param, Binding>) -> Vec<(Param, String)> {
+        if !self.0.values().any(|has| *has) {
+            return Vec::new();
+        }
+        let without = |name: &String| self.0.get(name.as_str()) == Some(&false);
+        let all = bound.iter().flat_map(|(param, binding)| binding.names().iter().map(move |name| (*param, name)));
+        let mut lost: Vec<(Param, String)> =
+            all.filter(|(_, n)| without(n)).map(|(p, n)| (p, format!("{n}{}", names::FP8_FACTORS[0]))).collect();
+        lost.sort();
+        lost
+    }
 }
 
 /// A file without an output matrix ties it to the embedding.
@@ -172,7 +238,14 @@ fn tied_head(param: Param, naming: Naming, present: &HashSet<&str>) -> Option<Bi
         .filter(|b| b.names().iter().all(|n| present.contains(n.as_str())))
 }
 
-fn wrong_shape(c: &Config, param: Param, binding: &Binding, tensor: &str, view: &View<'_>) -> Option<ShapeFault> {
+fn wrong_shape(
+    c: &Config,
+    param: Param,
+    binding: &Binding,
+    tensor: &str,
+    view: &View<'_>,
+    witness: &Witness<'_>,
+) -> Option<ShapeFault> {
     let [cols, rows, stack] = param.kind.shape(c);
     let axes = param.kind.axes();
     let (expected, axes) = match binding {
@@ -195,7 +268,13 @@ fn wrong_shape(c: &Config, param: Param, binding: &Binding, tensor: &str, view: 
     }
     let differs = |axis: &usize| expected.get(*axis).unwrap_or(&1) != found.get(*axis).unwrap_or(&1);
     let facts: Vec<&str> = (0..3).filter(differs).flat_map(|axis| axes[axis].iter().copied()).collect();
-    let keys = c.facts.iter().filter(|f| facts.contains(&f.name)).map(|f| f.source.clone()).collect();
+    let stated: Vec<&Fact> = c.facts.iter().filter(|f| facts.contains(&f.name)).collect();
+    // Of several keys those are guilty that other tensors contradict, or else those that no tensor bears out.
+    let said = |f: &Fact| witness.of(f.name).map(|(_, n)| n.to_string() == f.value);
+    let of = |wanted: Option<bool>| -> Vec<&Fact> { stated.iter().filter(|f| said(f) == wanted).copied().collect() };
+    let blamed =
+        [of(Some(false)), of(None), stated.clone()].into_iter().find(|list| !list.is_empty()).unwrap_or_default();
+    let keys = blamed.iter().map(|f| f.source.clone()).collect();
     Some(ShapeFault { param, tensor: tensor.into(), expected, found, keys })
 }
 

@@ -7,11 +7,13 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
+use super::index::Index;
 use super::names::Naming;
 use super::{CheckpointError, TensorSource, View};
 use crate::gguf::{Array, Value};
 use crate::model::Metadata;
-use crate::quant::{QuantType, TypeInfo};
+use crate::quant::{QuantType, TypeInfo, foreign};
+use crate::report::table::plural;
 use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 /// True for a folder that holds a `config.json` and no GGUF: a config may lie beside converted files.
@@ -38,6 +40,7 @@ pub struct HfFolder {
     order: Vec<String>,
     config: Config,
     folder: PathBuf,
+    warnings: Vec<String>,
 }
 
 /// Flattened `config.json`.
@@ -52,7 +55,7 @@ impl Metadata for Config {
     }
 }
 
-fn refuse(path: &Path, problem: impl Into<String>) -> CheckpointError {
+pub(super) fn refuse(path: &Path, problem: impl Into<String>) -> CheckpointError {
     CheckpointError::Hf { path: path.into(), problem: problem.into() }
 }
 
@@ -60,8 +63,8 @@ impl HfFolder {
     /// Opens a folder with `config.json` and either an index or plain `.safetensors` files.
     ///
     /// # Errors
-    /// Unreadable or malformed files, shards that the index names and the folder lacks, types other than BF16, F16
-    /// and F32, and tensors that stand in two files.
+    /// Unreadable or malformed files, shards that the index names and the folder lacks, types that hold no weights, and
+    /// tensors that stand in two files.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let config_path = folder.join("config.json");
         let config = read_json(&config_path)?;
@@ -73,10 +76,15 @@ impl HfFolder {
             order: Vec::new(),
             config: Config(flat),
             folder: folder.into(),
+            warnings: Vec::new(),
         };
-        for path in shard_files(folder)? {
+        let index = Index::read(folder)?;
+        for path in shard_files(folder, index.as_ref())? {
             this.add(path)?;
         }
+        let file_of = |e: &Entry| this.files[e.file].0.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let stored = this.tensors.iter().map(|(name, e)| (name.as_str(), file_of(e))).collect();
+        this.warnings = index.map_or(Vec::new(), |index| index.contradictions(&stored));
         Ok(this)
     }
 
@@ -87,19 +95,20 @@ impl HfFolder {
         let parsed = SafeTensors::deserialize(&map)
             .map_err(|e| refuse(&path, format!("expected safetensors, found damage: {e}")))?;
         let mut entries = Vec::new();
-        for (name, view) in parsed.tensors() {
+        let mut tensors = parsed.tensors();
+        tensors.sort_by(|a, b| a.0.cmp(&b.0)); // so that the same tensor is named at every run
+        for (name, view) in tensors {
             let ty = match view.dtype() {
-                Dtype::BF16 => QuantType::BF16,
-                Dtype::F16 => QuantType::F16,
-                Dtype::F32 => QuantType::F32,
-                other => {
-                    return Err(refuse(&path, format!("tensor {name}: expected BF16, F16 or F32, found {other:?}")));
-                }
+                Dtype::BF16 => Some(QuantType::BF16.info()),
+                Dtype::F16 => Some(QuantType::F16.info()),
+                Dtype::F32 => Some(QuantType::F32.info()),
+                other => foreign(&format!("{other:?}")),
             };
+            let ty = ty.ok_or_else(|| self.unreadable(&path, &name, view.dtype()))?;
             let ne: Vec<u64> = view.shape().iter().rev().map(|n| *n as u64).collect();
             let data = view.data();
             let start = data.as_ptr() as usize - map.as_ptr() as usize;
-            entries.push((name, Entry { file: self.files.len(), ty: ty.info(), ne, start, bytes: data.len() }));
+            entries.push((name, Entry { file: self.files.len(), ty, ne, start, bytes: data.len() }));
         }
         entries.sort_by_key(|(_, e)| e.start);
         for (name, entry) in entries {
@@ -114,31 +123,34 @@ impl HfFolder {
     }
 }
 
-fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
+impl HfFolder {
+    /// A type that holds no weights is damage, unless the config says how weights were packed into it.
+    fn unreadable(&self, path: &Path, name: &str, found: Dtype) -> CheckpointError {
+        match self.config.get("quantization_config.quant_method") {
+            Some(method) => CheckpointError::Lacking {
+                path: path.into(),
+                problem: format!("tensor {name}: {found:?}, packed by quant_method {method}"),
+            },
+            None => refuse(path, format!("tensor {name}: expected BF16, F16 or F32, found {found:?}")),
+        }
+    }
+}
+
+pub(super) fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
     let text = std::fs::read(path).map_err(|e| refuse(path, e.to_string()))?;
     serde_json::from_slice(&text).map_err(|e| refuse(path, format!("expected JSON, found something else: {e}")))
 }
 
 /// The safetensors files, in order of name.
-fn shard_files(folder: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
-    let index = folder.join("model.safetensors.index.json");
-    let mut names: Vec<String> = if index.is_file() {
-        let json = read_json(&index)?;
-        let map = json.get("weight_map").and_then(|m| m.as_object());
-        let map = map.ok_or_else(|| refuse(&index, "expected an object weight_map, found none"))?;
-        let file = |(tensor, v): (&String, &serde_json::Value)| {
-            let name = v.as_str().filter(|n| !n.contains(['/', '\\']));
-            let problem = || format!("weight_map, tensor {tensor}: expected a file name, found {v}");
-            name.map(str::to_owned).ok_or_else(|| refuse(&index, problem()))
-        };
-        map.iter().map(file).collect::<Result<_, _>>()?
-    } else {
+fn shard_files(folder: &Path, index: Option<&Index>) -> Result<Vec<PathBuf>, CheckpointError> {
+    let here = || -> Result<Vec<String>, CheckpointError> {
         let entries = std::fs::read_dir(folder).map_err(|e| refuse(folder, e.to_string()))?;
         let names = entries.flatten().filter_map(|e| e.file_name().into_string().ok());
-        names.filter(|n| n.ends_with(".safetensors")).collect()
+        let mut names: Vec<String> = names.filter(|n| n.ends_with(".safetensors")).collect();
+        names.sort();
+        Ok(names)
     };
-    names.sort();
-    names.dedup();
+    let names = index.map_or_else(here, |index| Ok(index.files()))?;
     if names.is_empty() {
         return Err(refuse(
             folder,
@@ -147,15 +159,18 @@ fn shard_files(folder: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     }
     let missing: Vec<&str> = names.iter().map(String::as_str).filter(|n| !folder.join(n).is_file()).collect();
     if !missing.is_empty() {
-        return Err(refuse(
-            folder,
-            format!(
-                "expected {} safetensors files, found {}; missing: {}",
-                names.len(),
-                names.len() - missing.len(),
-                missing.join(", ")
+        let others: Vec<String> = here()?.into_iter().filter(|n| !names.contains(n)).collect();
+        let hint = match others.first() {
+            None => String::new(),
+            Some(first) => format!(
+                ". {} that the index does not name are here (the first is {first}): if they are the weights, delete {}",
+                plural(others.len(), "file"),
+                super::index::NAME
             ),
-        ));
+        };
+        let (all, found, missing) = (names.len(), names.len() - missing.len(), missing.join(", "));
+        let problem = format!("expected {all} safetensors files, found {found}; missing: {missing}{hint}");
+        return Err(refuse(folder, problem));
     }
     Ok(names.into_iter().map(|n| folder.join(n)).collect())
 }
@@ -199,6 +214,12 @@ impl TensorSource for HfFolder {
     fn file_of(&self, name: &str) -> String {
         self.tensors.get(name).map_or(String::new(), |e| self.files[e.file].0.display().to_string())
     }
+    fn offset_of(&self, name: &str) -> Option<u64> {
+        self.tensors.get(name).map(|e| e.start as u64)
+    }
+    fn warnings(&self) -> Vec<String> {
+        self.warnings.clone()
+    }
     fn metadata(&self) -> &dyn Metadata {
         &self.config
     }
@@ -218,6 +239,10 @@ impl TensorSource for HfFolder {
         let mut spec = TokenizerSpec::from_hf(&tokenizer, config.as_deref(), generation.as_deref())?;
         if spec.chat_template.is_none() {
             spec.chat_template = read("chat_template.jinja");
+        }
+        // The place of models with processors, which some files without one use too.
+        if let (None, Some(json)) = (&spec.chat_template, read("chat_template.json")) {
+            spec.chat_template = TokenizerSpec::template_of_json(&json)?;
         }
         Ok(spec)
     }

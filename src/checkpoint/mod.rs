@@ -3,9 +3,13 @@
 pub mod coverage;
 mod digest;
 mod hf;
+mod index;
+pub mod indexers;
 pub mod names;
 pub mod oracle;
 mod tokenizer;
+pub mod trust;
+mod witness;
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,7 +21,9 @@ use crate::quant::{QuantError, QuantType, TypeInfo, dequantise};
 use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 pub use coverage::{Coverage, Mtp};
+pub use indexers::IndexerDoubt;
 pub use names::{Binding, Naming};
+pub use trust::{Standing, Trusted};
 
 /// The name under which the built-in model appears in messages.
 pub const BUILTIN: &str = "built-in glm5-nano";
@@ -28,8 +34,8 @@ pub const BUILTIN: &str = "built-in glm5-nano";
 pub enum CheckpointError {
     #[error(transparent)]
     Gguf(#[from] GgufError),
-    #[error("{model}: {source}")]
-    Config { model: String, source: ConfigError },
+    #[error("{model}: {source}{tensors}")]
+    Config { model: String, source: Box<ConfigError>, tensors: String },
     #[error("{}: {problem}", path.display())]
     Hf { path: PathBuf, problem: String },
     #[error("parameter {param}: no tensor holds it (expected {expected})")]
@@ -38,6 +44,13 @@ pub enum CheckpointError {
     Shape { tensor: String, expected: Vec<u64>, found: Vec<u64> },
     #[error("tensor {tensor}: type {found} cannot be dequantised by this build (expected one of {expected})")]
     Type { tensor: String, expected: String, found: &'static str },
+    #[error(
+        "parameter {param}: tensor {tensor} holds {form}, which this build cannot read; the file may well be right. \
+         Convert it to one tensor for each expert (Hugging Face) or for each of gate, up and down (GGUF)"
+    )]
+    Form { param: Param, tensor: String, form: &'static str },
+    #[error("{}: {problem}, which this build cannot read; the file may well be right", path.display())]
+    Lacking { path: PathBuf, problem: String },
     #[error("tensor {tensor}: {source}")]
     Quant { tensor: String, source: QuantError },
     #[error(
@@ -45,6 +58,17 @@ pub enum CheckpointError {
          folder with -m/--model"
     )]
     NoModel,
+}
+
+impl CheckpointError {
+    /// Whether it is the tool that lacks something: then nothing is said against the model.
+    pub fn is_lack(&self) -> bool {
+        match self {
+            CheckpointError::Type { .. } | CheckpointError::Form { .. } | CheckpointError::Lacking { .. } => true,
+            CheckpointError::Config { source, .. } => source.is_lack(),
+            _ => false,
+        }
+    }
 }
 
 /// A tensor as a source holds it.
@@ -66,6 +90,10 @@ pub trait TensorSource: Send + Sync {
     fn tensor(&self, name: &str) -> Option<View<'_>>;
     /// The file that holds `name`, for messages.
     fn file_of(&self, name: &str) -> String;
+    /// Where in that file the data of `name` begins.
+    fn offset_of(&self, name: &str) -> Option<u64>;
+    /// What is odd about the files and keeps nobody from reading them.
+    fn warnings(&self) -> Vec<String>;
     /// Metadata.
     fn metadata(&self) -> &dyn Metadata;
     /// How its tensors are named.
@@ -100,6 +128,12 @@ impl TensorSource for Gguf {
     }
     fn file_of(&self, name: &str) -> String {
         Gguf::tensor(self, name).map_or(String::new(), |t| Gguf::file_of(self, t).display().to_string())
+    }
+    fn offset_of(&self, name: &str) -> Option<u64> {
+        Gguf::tensor(self, name).map(|t| t.start)
+    }
+    fn warnings(&self) -> Vec<String> {
+        Gguf::warnings(self).map(Into::into).collect()
     }
     fn metadata(&self) -> &dyn Metadata {
         self
@@ -153,8 +187,10 @@ impl Checkpoint {
     /// Metadata that no configuration can be derived from.
     pub fn from_source(source: Box<dyn TensorSource>, name: String) -> Result<Self, CheckpointError> {
         let bytes = source.names().iter().filter_map(|n| source.tensor(n)).map(|t| t.bytes.len() as u64).sum();
-        let config = Config::from_metadata(source.metadata(), bytes)
-            .map_err(|source| CheckpointError::Config { model: name.clone(), source })?;
+        let config = Config::from_metadata(source.metadata(), bytes).map_err(|e| {
+            let tensors = tensors_on(&e, source.as_ref());
+            CheckpointError::Config { model: name.clone(), source: Box::new(e), tensors }
+        })?;
         let (coverage, bound) = coverage::bind(source.as_ref(), &config);
         Ok(Checkpoint { source, name, config, coverage, bound })
     }
@@ -234,7 +270,16 @@ impl Checkpoint {
             let (expected, found) = (fault.expected.clone(), fault.found.clone());
             return Err(CheckpointError::Shape { tensor: fault.tensor.clone(), expected, found });
         }
+        if let Some(other) = self.coverage.unhandled.iter().find(|u| u.param == Some(param)) {
+            return Err(CheckpointError::Form { param, tensor: other.tensor.clone(), form: other.form });
+        }
         self.binding(param).ok_or_else(|| self.missing(param))
+    }
+
+    /// Whether the embedding serves as output matrix, since the files hold none.
+    pub fn is_tied(&self) -> bool {
+        let of = |kind| self.binding(Param { layer: None, kind });
+        of(Kind::Output).is_some() && of(Kind::Output) == of(Kind::TokenEmbd)
     }
 
     /// Matrix `index` of `param`'s stack (0 where there is none), in the file's layout. Key rows of a whole kv_b are
@@ -299,6 +344,17 @@ fn builtin() -> Result<Box<dyn TensorSource>, CheckpointError> {
 #[cfg(not(feature = "builtin-model"))]
 fn builtin() -> Result<Box<dyn TensorSource>, CheckpointError> {
     Err(CheckpointError::NoModel)
+}
+
+/// What tensors say of two keys that contradict each other.
+fn tensors_on(e: &ConfigError, source: &dyn TensorSource) -> String {
+    let ConfigError::Contradiction { both, .. } = e else { return String::new() };
+    let witness = witness::Witness::new(source);
+    let said = both.iter().filter_map(|stated| {
+        let (tensor, n) = witness.of(stated.name)?;
+        Some(format!("; the tensors say {n} for {} ({tensor})", stated.name))
+    });
+    said.collect()
 }
 
 fn readable(tensor: &str, ty: &'static TypeInfo) -> Result<QuantType, CheckpointError> {

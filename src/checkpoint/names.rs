@@ -58,6 +58,18 @@ static TABLE: [Row; 33] = [
 const KV_B_HF: &str = "self_attn.kv_b_proj.weight";
 const KV_B_GGUF: &str = "attn_kv_b.weight";
 
+/// Forms in which files keep the experts' matrices that this build cannot read: without the block's prefix, with what is in
+/// it. Behind `.` may stand `weight`.
+const FUSED: [(Naming, &str, &[Kind], &str); 3] = [
+    (Naming::Hf, "mlp.experts.gate_up_proj", &[Kind::GateExps, Kind::UpExps], GATE_AND_UP),
+    (Naming::Hf, "mlp.experts.down_proj", &[Kind::DownExps], "down of all experts in one tensor"),
+    (Naming::Gguf, "ffn_gate_up_exps", &[Kind::GateExps, Kind::UpExps], GATE_AND_UP),
+];
+const GATE_AND_UP: &str = "gate and up of all experts in one tensor";
+
+/// What stands behind the name of an FP8 tensor in the name of its factors.
+pub(super) const FP8_FACTORS: [&str; 2] = ["_scale_inv", "_scale"];
+
 /// Tensors that files are known to carry and that this architecture does not use, with the reason.
 pub(super) const KNOWN_UNUSED: [(&str, &str); 4] = [
     ("rope_freqs.weight", "rope frequencies, written for other engines; computed here from the rope base"),
@@ -138,6 +150,19 @@ impl Binding {
             Binding::PerExpert(names) => names,
         }
     }
+}
+
+/// A tensor that holds `param` in a form that this build cannot read, if there is one, and what the form is.
+pub(super) fn unhandled(
+    naming: Naming,
+    param: Param,
+    present: impl Fn(&str) -> bool,
+) -> Option<(String, &'static str)> {
+    let prefix = naming.prefix(param.layer?);
+    let fused = FUSED.iter().filter(|(of, _, kinds, _)| *of == naming && kinds.contains(&param.kind));
+    let spelled =
+        fused.flat_map(|(_, stem, _, form)| ["", ".weight"].map(|end| (format!("{prefix}{stem}{end}"), *form)));
+    spelled.into_iter().find(|(name, _)| present(name))
 }
 
 /// Everything that `param` may be called, the usual form first. `experts` is the size of a stack.

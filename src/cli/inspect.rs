@@ -31,9 +31,9 @@ pub(super) fn run(args: &InspectArgs, out: &mut dyn Write) -> Result<Exit, CliEr
 /// A plan needs shapes to cut and types to count.
 fn why_no_plan(checkpoint: &Checkpoint) -> Option<&'static str> {
     let coverage = checkpoint.coverage();
-    match (coverage.shapes.is_empty(), coverage.unreadable.is_empty()) {
+    match (coverage.shapes.is_empty(), coverage.is_handled()) {
         (false, _) => Some("shapes contradict the metadata"),
-        (true, false) => Some("this build cannot dequantise the types listed above, so it cannot run this file"),
+        (true, false) => Some("this build cannot read the types or forms listed above, so it cannot run this file"),
         (true, true) => None,
     }
 }
@@ -124,8 +124,12 @@ fn inspection(checkpoint: &Checkpoint, plan: &TpPlan, budget: Option<&Budget>) -
     let (c, source) = (checkpoint.config(), checkpoint.source());
     let gguf = source.gguf();
     let file = |(path, bytes): (&std::path::Path, u64)| record::File { path: path.display().to_string(), bytes };
-    let fact =
-        |f: &model::config::Fact| record::Fact { name: f.name, value: f.value.clone(), source: f.source.clone() };
+    let fact = |f: &model::Fact| record::Fact {
+        name: f.name,
+        value: f.value.clone(),
+        source: f.source.clone(),
+        origin: f.origin.name(),
+    };
     let fused =
         |(group, parts, layers): (Group, String, Vec<usize>)| record::Fused { group: group.name(), parts, layers };
     let (kv_b, kv_b_text) = kv_b(checkpoint);
@@ -133,12 +137,13 @@ fn inspection(checkpoint: &Checkpoint, plan: &TpPlan, budget: Option<&Budget>) -
     record::Inspection {
         model: checkpoint.name().into(),
         whole: checkpoint.coverage().is_whole(),
-        notes: gguf.map_or(Vec::new(), |g| g.warnings().map(Into::into).collect()),
+        notes: source.warnings(),
         name: c.name.clone(),
         files: gguf.map_or(Vec::new(), |g| g.files().map(file).collect()),
         config: c.facts.iter().map(fact).collect(),
         coverage: coverage(checkpoint),
         kv_b,
+        tied: checkpoint.is_tied(),
         mtp: record::Mtp { state, missing: checkpoint.coverage().mtp_missing.clone(), text },
         fused_groups: groups(checkpoint, plan).into_iter().map(fused).collect(),
         plan: plan_of(checkpoint, plan, budget),
@@ -183,6 +188,11 @@ fn coverage(checkpoint: &Checkpoint) -> record::Coverage {
             .iter()
             .map(|(tensor, ty)| record::Unreadable { tensor: tensor.clone(), r#type: ty.to_string() })
             .collect(),
+        unhandled: found
+            .unhandled
+            .iter()
+            .map(|u| record::Unhandled { tensor: u.tensor.clone(), form: u.form })
+            .collect(),
     }
 }
 
@@ -193,6 +203,7 @@ fn plan_of(checkpoint: &Checkpoint, plan: &TpPlan, budget: Option<&Budget>) -> r
         r#type: l.ty.name(),
         cut: cut_name(l),
         dequantised_from: l.dequantised_from.map(|t| t.name()),
+        tied: l.tied,
         bytes: l.whole,
         bytes_per_rank: l.per_rank.clone(),
         times: l.times(),

@@ -64,7 +64,7 @@ impl From<Verdict> for Exit {
     }
 }
 
-/// Why a command could not do its work; always exit 2.
+/// Why a command could not do its work: exit 2, or 3 where it is this build that lacks something.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CliError {
@@ -88,6 +88,20 @@ pub enum CliError {
     Usage(String),
     #[error("cannot write the output: {0}")]
     Output(#[from] std::io::Error),
+}
+
+impl CliError {
+    /// How the command ends.
+    pub fn exit(&self) -> Exit {
+        let is_lack = match self {
+            CliError::Checkpoint(e) => e.is_lack(),
+            CliError::Engine(e) => e.is_lack(),
+            CliError::Tokenize(e) => e.is_lack(),
+            CliError::Verify(e) => e.is_lack(),
+            _ => false,
+        };
+        if is_lack { Exit::Unmeasured } else { Exit::Usage }
+    }
 }
 
 /// Runs a command, results to `out`, progress and notes to stderr.
@@ -129,10 +143,10 @@ fn failure(message: &str, exit: u8) -> serde_json::Value {
 }
 
 /// Says why a command could not do its work: on stderr, and on `out` too if that is for machines.
-pub fn fail(message: &str, json: bool, out: &mut dyn Write) {
+pub fn fail(message: &str, exit: Exit, json: bool, out: &mut dyn Write) {
     if json {
         // Nobody is left to tell.
-        let _ = json::write(out, &failure(message, Exit::Usage.code())).and_then(|()| out.flush());
+        let _ = json::write(out, &failure(message, exit.code())).and_then(|()| out.flush());
     }
     console::error(message);
 }

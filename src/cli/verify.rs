@@ -91,8 +91,9 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         };
         let mut report = match result {
             Ok(report) => report,
-            // What was found before says why this stage cannot run; it must not be lost.
-            Err(e) if is(Verdict::Divergent) => StageReport::unmeasured(name, e.to_string()),
+            // What was found before says why this stage cannot run; it must not be lost. And what this build lacks is
+            // nobody's fault.
+            Err(e) if e.is_lack() || is(Verdict::Divergent) => StageReport::unmeasured(name, e.to_string()),
             Err(e) if i == 0 => return Err(e.into()),
             Err(e) => {
                 interrupt::end_if_stopping();

@@ -60,6 +60,13 @@ pub enum EngineError {
     Refused(String),
 }
 
+impl EngineError {
+    /// Whether it is the tool that lacks something: then nothing is said against the model.
+    pub fn is_lack(&self) -> bool {
+        matches!(self, EngineError::Checkpoint(e) if e.is_lack())
+    }
+}
+
 /// How an engine is set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {

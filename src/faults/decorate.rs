@@ -65,6 +65,12 @@ impl TensorSource for FaultySource {
     fn file_of(&self, name: &str) -> String {
         self.inner.source().file_of(name)
     }
+    fn offset_of(&self, name: &str) -> Option<u64> {
+        self.inner.source().offset_of(name)
+    }
+    fn warnings(&self) -> Vec<String> {
+        self.inner.source().warnings()
+    }
     fn metadata(&self) -> &dyn Metadata {
         self.inner.source().metadata()
     }

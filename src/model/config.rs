@@ -26,6 +26,34 @@ pub enum ConfigError {
     Architecture { key: &'static str, expected: &'static str, found: String, bytes: u64 },
     #[error("{what}: expected {expected}, found {found}")]
     Inconsistent { what: String, expected: String, found: String },
+    #[error("expected {expected}, found {} and {}, which contradict each other", both[0], both[1])]
+    Contradiction { both: Box<[Stated; 2]>, expected: String },
+    #[error("{key}: {found}, which this build cannot run (it runs {runs}); the file may well be right")]
+    Unhandled { key: String, found: String, runs: String },
+}
+
+impl ConfigError {
+    /// Whether it is the tool that lacks something: then nothing is said against the model.
+    pub fn is_lack(&self) -> bool {
+        matches!(self, ConfigError::Unhandled { .. })
+    }
+}
+
+/// A key, or what stands in for one, with the value that it states.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stated {
+    /// The key.
+    pub key: String,
+    /// Its value as text.
+    pub value: String,
+    /// The number of [`Config::facts`] that it is, where tensors can tell whether it is right.
+    pub name: &'static str,
+}
+
+impl std::fmt::Display for Stated {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} = {}", self.key, self.value)
+    }
 }
 
 /// How router logits become scores.
@@ -75,6 +103,32 @@ pub enum Indexer {
     Shared,
 }
 
+/// What stands behind a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A key states it.
+    Stated,
+    /// Its key is absent, and a default took over that other files are known to differ from: it decides what the model
+    /// computes, and no tensor can tell whether it is right.
+    Assumed,
+    /// Its key is absent, and the default is what absence means.
+    Absent,
+    /// It follows from other values, or from the architecture.
+    Derived,
+}
+
+impl Origin {
+    /// The word in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Origin::Stated => "stated",
+            Origin::Assumed => "assumed",
+            Origin::Absent => "absent",
+            Origin::Derived => "derived",
+        }
+    }
+}
+
 /// One derived value and where it came from, for `inspect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fact {
@@ -84,6 +138,8 @@ pub struct Fact {
     pub value: String,
     /// The key, or the rule, it was derived from.
     pub source: String,
+    /// What stands behind it.
+    pub origin: Origin,
 }
 
 /// Everything the engine needs to know of a model. Widths are in values.
@@ -151,6 +207,9 @@ pub struct Config {
     pub top_k: usize,
     /// One entry per trunk layer.
     pub indexer: Vec<Indexer>,
+    /// Whether the embedding serves as output matrix where the files have none: in GGUF that is what its absence means, a
+    /// Hugging Face folder says it with a flag. An output matrix that is there is used, whatever the flag says.
+    pub may_tie: bool,
     /// Where each value came from.
     pub facts: Vec<Fact>,
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::config::{Config, ConfigError, Fact, Gating, Indexer, Metadata};
+use super::config::{Config, ConfigError, Fact, Gating, Indexer, Metadata, Origin, Stated};
 use crate::gguf::Value;
 
 /// `general.architecture` of a GGUF.
@@ -13,6 +13,8 @@ pub(super) const MODEL_TYPE: &str = "glm_moe_dsa";
 const INDEX_EPS: f64 = 1e-6;
 /// eps that transformers gives the q_a and kv_a norms, whatever config.json says.
 const HF_LATENT_EPS: f64 = 1e-6;
+/// The flag of a `config.json` that ties the output matrix to the embedding.
+pub const TIE: &str = "tie_word_embeddings";
 /// Files without indexer types: below this context every layer is full, from it on the GLM-5.2 pattern holds.
 const CONTEXT_OF_SHARED_INDEXERS: u64 = 1_048_576;
 /// Bounds that no known model comes near; larger numbers are damage. Lists and buffers are sized by them, also where no
@@ -46,8 +48,18 @@ impl Reader<'_> {
         }
     }
 
-    fn note(&mut self, name: &'static str, value: impl ToString, source: impl Into<String>) {
-        self.facts.push(Fact { name, value: value.to_string(), source: source.into() });
+    /// A value that a key states.
+    fn note(&mut self, name: &'static str, value: impl ToString, key: impl Into<String>) {
+        self.conclude(name, value, key, Origin::Stated);
+    }
+
+    /// A value that comes from elsewhere.
+    fn conclude(&mut self, name: &'static str, value: impl ToString, source: impl Into<String>, origin: Origin) {
+        self.facts.push(Fact { name, value: value.to_string(), source: source.into(), origin });
+    }
+
+    fn stated(&self, name: &'static str) -> Stated {
+        stated(&self.facts, name)
     }
 
     fn optional(&mut self, name: &'static str, key: &str, least: u64) -> Result<Option<usize>, ConfigError> {
@@ -115,12 +127,15 @@ impl Reader<'_> {
         }
     }
 
-    /// An optional truth value of any key; a value of another type is damage, not absence.
-    fn flag(&mut self, name: &'static str, key: &str, default: bool) -> Result<bool, ConfigError> {
-        let value = match self.meta.get(key) {
-            None => default,
-            Some(v) => v.as_bool().ok_or_else(|| self.bad(key, "a bool", Some(v)))?,
+    /// An optional truth value of any key, with what it is where the key is absent and what that means; a value of another
+    /// type is damage, not absence.
+    fn flag(&mut self, name: &'static str, key: &str, absent: (bool, Origin)) -> Result<bool, ConfigError> {
+        let Some(found) = self.meta.get(key) else {
+            let (value, origin) = absent;
+            self.conclude(name, value, format!("{key} absent: {value}"), origin);
+            return Ok(value);
         };
+        let value = found.as_bool().ok_or_else(|| self.bad(key, "a bool", Some(found)))?;
         self.note(name, value, key);
         Ok(value)
     }
@@ -173,6 +188,16 @@ fn most(name: &str) -> u64 {
     }
 }
 
+/// Two statements of which one must be wrong.
+fn contradiction(left: Stated, right: Stated, expected: impl ToString) -> ConfigError {
+    ConfigError::Contradiction { both: Box::new([left, right]), expected: expected.to_string() }
+}
+
+/// How many entries a list of layers has.
+fn entries(key: &str, count: usize) -> Stated {
+    Stated { key: key.into(), value: format!("{count} entries"), name: "full indexer layers" }
+}
+
 fn inconsistent(what: &str, expected: impl ToString, found: impl ToString) -> ConfigError {
     ConfigError::Inconsistent { what: what.into(), expected: expected.to_string(), found: found.to_string() }
 }
@@ -188,18 +213,24 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     let blocks = r.uint("blocks", "block_count", 1)?;
     let mtp_layers = r.optional("MTP blocks", "nextn_predict_layers", 0)?.unwrap_or(0);
     if mtp_layers >= blocks {
-        return Err(inconsistent("glm-dsa.nextn_predict_layers", format!("fewer than {blocks} blocks"), mtp_layers));
+        let expected = "at least one block that is none of the MTP's";
+        return Err(contradiction(r.stated("MTP blocks"), r.stated("blocks"), expected));
     }
     let layers = blocks - mtp_layers;
-    r.note("trunk layers", layers, "block_count - nextn_predict_layers");
+    r.conclude("trunk layers", layers, "glm-dsa.block_count - glm-dsa.nextn_predict_layers", Origin::Derived);
     let rope = r.uint("rope width", "rope.dimension_count", 2)?;
     let kv_lora = r.uint("kv latent", "attention.kv_lora_rank", 1)?;
     let (qk_head, v_head) = mla_sizes(&mut r, kv_lora, rope)?;
-    if rope >= qk_head || !rope.is_multiple_of(2) {
-        return Err(inconsistent("glm-dsa.rope.dimension_count", format!("even and below {qk_head}"), rope));
+    if rope >= qk_head {
+        let expected = format!("a rope width below {qk_head}, that of a whole head");
+        return Err(contradiction(r.stated("rope width"), r.stated("head width"), expected));
+    }
+    if !rope.is_multiple_of(2) {
+        return Err(inconsistent("glm-dsa.rope.dimension_count", "an even number", rope));
     }
     let nope = qk_head - rope;
-    r.note("nope width", nope, "attention.key_length_mla - rope.dimension_count");
+    let source = format!("{} - glm-dsa.rope.dimension_count", r.stated("head width").key);
+    r.conclude("nope width", nope, source, Origin::Derived);
     let gating_key = "glm-dsa.expert_gating_func";
     let gating = match meta.get(gating_key).map(|v| (v, v.as_u64())) {
         Some((_, Some(2))) => Gating::Sigmoid,
@@ -207,19 +238,22 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         None => Gating::Sigmoid,
         Some((v, _)) => return Err(r.bad(gating_key, "1 (softmax) or 2 (sigmoid)", Some(v))),
     };
-    let from = if meta.get(gating_key).is_some() { gating_key } else { "key absent: default of glm-dsa" };
-    r.note("gating", gating.name(), from);
-    let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", false)?;
+    match meta.get(gating_key) {
+        Some(_) => r.note("gating", gating.name(), gating_key),
+        None => r.conclude("gating", gating.name(), format!("{gating_key} absent: {}", gating.name()), Origin::Assumed),
+    }
+    let absent = (false, Origin::Assumed);
+    let expert_norm = r.flag("normalised weights", "glm-dsa.expert_weights_norm", absent)?;
     let dense_layers = r.uint("dense layers", "leading_dense_block_count", 0)?;
     let context = r.uint("context", "context_length", 1)?;
     let indexer = indexer_types(&mut r, layers, context as u64)?;
     let rms_eps = r.float("RMSNorm eps", "attention.layer_norm_rms_epsilon")? as f32;
-    r.note("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture");
+    r.conclude("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture", Origin::Derived);
     let vocab = match r.optional("vocabulary", "vocab_size", 1)? {
         Some(v) => v,
         None => {
             let tokens = meta.get("tokenizer.ggml.tokens").and_then(Value::as_array).map(|a| a.len()).unwrap_or(0);
-            r.note("vocabulary", tokens, "length of tokenizer.ggml.tokens");
+            r.conclude("vocabulary", tokens, "length of tokenizer.ggml.tokens", Origin::Derived);
             tokens
         }
     };
@@ -255,13 +289,15 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         index_dim: r.uint("indexer width", "attention.indexer.key_length", 1)?,
         top_k: r.uint("indexer top-k", "attention.indexer.top_k", 1)?,
         indexer,
+        may_tie: true,
         facts: r.facts,
     };
     check(config)
 }
 
-/// Real head sizes: from the `*_mla` keys. Files that lack them but hold the compressed form are refused by key, for
-/// their sizes cannot be told from the metadata.
+/// Real head sizes: from the `*_mla` keys, which stand beside those of the cached row. Files without them keep kv_b whole,
+/// and state the real sizes themselves; those that describe the cached row all the same are refused, for their sizes
+/// cannot be told from the metadata.
 fn mla_sizes(r: &mut Reader, kv_lora: usize, rope: usize) -> Result<(usize, usize), ConfigError> {
     let key_length = r.uint("cached key", "attention.key_length", 1)?;
     let value_length = r.uint("cached value", "attention.value_length", 1)?;
@@ -271,17 +307,30 @@ fn mla_sizes(r: &mut Reader, kv_lora: usize, rope: usize) -> Result<(usize, usiz
     );
     match mla {
         (Some(k), Some(v)) if (key_length, value_length) == (kv_lora + rope, kv_lora) => Ok((k, v)),
-        (Some(_), Some(_)) => Err(inconsistent(
-            "glm-dsa.attention.key_length and value_length beside the *_mla keys (they describe the cached row)",
-            format!("{} and {kv_lora}", kv_lora + rope),
-            format!("{key_length} and {value_length}"),
-        )),
+        (Some(_), Some(_)) => {
+            let sum = |(a, b): (Stated, Stated)| Stated {
+                key: format!("{} + {}", a.key, b.key),
+                value: format!("{kv_lora} + {rope} = {}", kv_lora + rope),
+                name: a.name,
+            };
+            let (latent, wide) = (r.stated("kv latent"), key_length != kv_lora + rope);
+            let expected = "key_length and value_length to describe the cached row, as they do beside the *_mla keys: the \
+                            latent and, as a key, the rope";
+            Err(match wide {
+                true => contradiction(r.stated("cached key"), sum((latent, r.stated("rope width"))), expected),
+                false => contradiction(r.stated("cached value"), latent, expected),
+            })
+        }
         (None, None) if key_length == kv_lora + rope => Err(ConfigError::Metadata {
             key: "glm-dsa.attention.key_length_mla, value_length_mla".into(),
             expected: "the real head sizes, since key_length describes the cached row".into(),
             found: "no such keys (a file of an older converter): convert the model again".into(),
         }),
-        (None, None) => Ok((key_length, value_length)),
+        (None, None) => {
+            r.note("head width", key_length, "glm-dsa.attention.key_length");
+            r.note("value width", value_length, "glm-dsa.attention.value_length");
+            Ok((key_length, value_length))
+        }
         (k, _) => {
             let missing = if k.is_none() { "key_length_mla" } else { "value_length_mla" };
             Err(r.bad(&format!("glm-dsa.attention.{missing}"), "an integer from 1, as its sibling", None))
@@ -294,23 +343,27 @@ fn indexer_types(r: &mut Reader, layers: usize, context: u64) -> Result<Vec<Inde
     let full = |yes: bool| if yes { Indexer::Full } else { Indexer::Shared };
     let types: Vec<Indexer> = match r.meta.get(key) {
         Some(v) => {
-            let array = v.as_array().filter(|a| a.len() >= layers);
-            let read = array.and_then(|a| (0..layers).map(|i| a.get(i).and_then(|e| e.as_bool())).collect());
-            let Some(read): Option<Vec<bool>> = read else {
-                return Err(r.bad(key, &format!("an array of at least {layers} bools"), Some(v)));
-            };
+            let expected = format!("an array of at least {layers} bools");
+            let Some(array) = v.as_array() else { return Err(r.bad(key, &expected, Some(v))) };
+            if array.len() < layers {
+                return Err(contradiction(entries(key, array.len()), r.stated("blocks"), expected));
+            }
+            let read = (0..layers).map(|i| array.get(i).and_then(|e| e.as_bool())).collect();
+            let Some(read): Option<Vec<bool>> = read else { return Err(r.bad(key, &expected, Some(v))) };
             r.note("full indexer layers", read.iter().filter(|f| **f).count(), key);
             read.into_iter().map(full).collect()
         }
         None if context < CONTEXT_OF_SHARED_INDEXERS => {
-            r.note("full indexer layers", layers, "key absent, context below 2^20: all");
+            let source = format!("{key} absent, glm-dsa.context_length {context} is below 2^20: all");
+            r.conclude("full indexer layers", layers, source, Origin::Absent);
             vec![Indexer::Full; layers]
         }
         None => {
             // GLM-5.2's pattern: layers 0, 1, 2, then every fourth.
             let types: Vec<Indexer> = (0..layers).map(|i| full((i + 1).saturating_sub(3).is_multiple_of(4))).collect();
             let count = types.iter().filter(|t| **t == Indexer::Full).count();
-            r.note("full indexer layers", count, "key absent, context from 2^20: GLM-5.2's pattern");
+            let source = format!("{key} absent, glm-dsa.context_length {context} is not below 2^20: GLM-5.2's pattern");
+            r.conclude("full indexer layers", count, source, Origin::Absent);
             types
         }
     };
@@ -334,7 +387,7 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
     r.absent("index_topk_pattern")?;
     let theta = hf_theta(&r)?;
     for (name, key) in [("interleaved rope", "rope_interleave"), ("indexer's rope, too", "indexer_rope_interleave")] {
-        if !r.flag(name, key, true)? {
+        if !r.flag(name, key, (true, Origin::Absent))? {
             return Err(inconsistent(key, "true (adjacent pairs)", "false (half-split)"));
         }
     }
@@ -342,24 +395,36 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         "softmax" => Gating::Softmax,
         _ => Gating::Sigmoid,
     };
-    r.note("gating", gating.name(), "scoring_func");
-    let expert_norm = r.flag("normalised weights", "norm_topk_prob", true)?;
+    match meta.get("scoring_func") {
+        Some(_) => r.note("gating", gating.name(), "scoring_func"),
+        None => r.conclude("gating", gating.name(), "scoring_func absent: sigmoid", Origin::Absent),
+    }
+    let expert_norm = r.flag("normalised weights", "norm_topk_prob", (true, Origin::Absent))?;
+    let may_tie = r.flag("output may be tied", TIE, (false, Origin::Absent))?;
     let indexer = hf_indexer_types(&mut r, layers)?;
-    r.note("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture");
-    r.note("q_a/kv_a norm eps", HF_LATENT_EPS, "fixed by transformers, whatever rms_norm_eps says");
+    r.conclude("indexer LayerNorm eps", INDEX_EPS, "fixed by the architecture", Origin::Derived);
+    let source = "fixed by transformers, whatever rms_norm_eps says";
+    r.conclude("q_a/kv_a norm eps", HF_LATENT_EPS, source, Origin::Derived);
+    let dense_layers = hf_dense_layers(&mut r, layers)?;
+    let (nope, rope) = (r.uint("nope width", "qk_nope_head_dim", 1)?, r.uint("rope width", "qk_rope_head_dim", 2)?);
+    if r.optional("head width", "qk_head_dim", 1)?.is_some_and(|width| width != nope + rope) {
+        let value = format!("{nope} + {rope} = {}", nope + rope);
+        let parts = Stated { key: "qk_nope_head_dim + qk_rope_head_dim".into(), value, name: "rope width" };
+        return Err(contradiction(r.stated("head width"), parts, "one width of a head"));
+    }
     let config = Config {
         name: r.name("_name_or_path"),
         layers,
         mtp_layers: r.optional("MTP blocks", "num_nextn_predict_layers", 0)?.unwrap_or(0),
-        dense_layers: r.uint("dense layers", "first_k_dense_replace", 0)?,
+        dense_layers,
         hidden: r.uint("hidden", "hidden_size", 1)?,
         vocab: r.uint("vocabulary", "vocab_size", 1)?,
         context: r.uint("context", "max_position_embeddings", 1)?,
         heads: r.uint("heads", "num_attention_heads", 1)?,
         q_lora: r.uint("q latent", "q_lora_rank", 1)?,
         kv_lora: r.uint("kv latent", "kv_lora_rank", 1)?,
-        nope: r.uint("nope width", "qk_nope_head_dim", 1)?,
-        rope: r.uint("rope width", "qk_rope_head_dim", 2)?,
+        nope,
+        rope,
         v_head: r.uint("value width", "v_head_dim", 1)?,
         ffn: r.uint("dense ffn", "intermediate_size", 1)?,
         experts: r.uint("experts", "n_routed_experts", 1)?,
@@ -379,6 +444,7 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         index_dim: r.uint("indexer width", "index_head_dim", 1)?,
         top_k: r.uint("indexer top-k", "index_topk", 1)?,
         indexer,
+        may_tie,
         facts: r.facts,
     };
     check(config)
@@ -394,24 +460,61 @@ fn hf_theta(r: &Reader) -> Result<&'static str, ConfigError> {
     }
 }
 
+/// Layers from the start whose feed-forward is dense: transformers has counted them and, since, listed every layer. Both may
+/// be there, and must then say the same.
+fn hf_dense_layers(r: &mut Reader, layers: usize) -> Result<usize, ConfigError> {
+    let (key, name) = ("mlp_layer_types", "dense layers");
+    let counted = r.optional(name, "first_k_dense_replace", 0)?;
+    let Some(list) = r.meta.get(key) else {
+        return counted.map_or_else(|| r.uint(name, "first_k_dense_replace", 0), Ok);
+    };
+    let word = |i: usize| list.as_array().and_then(|a| a.get(i)).and_then(|v| v.as_str().map(str::to_owned));
+    let is_dense = |i: usize| match word(i).as_deref() {
+        Some("dense") => Ok(true),
+        Some("sparse") => Ok(false),
+        _ => Err(r.bad(key, &format!("dense or sparse for each of {layers} layers"), Some(list))),
+    };
+    let dense: Vec<bool> = (0..layers).map(is_dense).collect::<Result<_, _>>()?;
+    let (first, all) = (dense.iter().take_while(|d| **d).count(), dense.iter().filter(|d| **d).count());
+    if first != all {
+        let found = format!("{all} dense layers, of which {first} come first");
+        return Err(ConfigError::Unhandled {
+            key: key.into(),
+            found,
+            runs: "dense layers before all sparse ones".into(),
+        });
+    }
+    let listed = Stated { key: key.into(), value: format!("{first} x dense, {} x sparse", layers - first), name };
+    match counted {
+        Some(n) if n.min(layers) != first => Err(contradiction(r.stated(name), listed, "as many dense layers in both")),
+        Some(n) => Ok(n),
+        None => {
+            r.note(name, first, key);
+            Ok(first)
+        }
+    }
+}
+
 /// `indexer_types` by layer; without it, every `index_topk_freq`-th layer after `index_skip_topk_offset`, as transformers
 /// fills it in.
 fn hf_indexer_types(r: &mut Reader, layers: usize) -> Result<Vec<Indexer>, ConfigError> {
     let key = "indexer_types";
     let (types, source): (Vec<Indexer>, _) = match r.meta.get(key) {
         None => match r.optional("indexer period", "index_topk_freq", 1)? {
-            None => (vec![Indexer::Full; layers], "indexer_types absent: all"),
+            None => (vec![Indexer::Full; layers], "indexer_types and index_topk_freq absent: all"),
             Some(period) => {
                 let offset = r.uint("indexer offset", "index_skip_topk_offset", 0)?;
                 let full = |i: usize| (i + 1).saturating_sub(offset).is_multiple_of(period);
                 let types = (0..layers).map(|i| if full(i) { Indexer::Full } else { Indexer::Shared });
-                (types.collect(), "indexer_types absent: from period and offset")
+                (types.collect(), "indexer_types absent: by index_topk_freq and index_skip_topk_offset")
             }
         },
         Some(v) => {
-            let Some(array) = v.as_array().filter(|a| a.len() == layers) else {
-                return Err(r.bad(key, &format!("an array of {layers}"), Some(v)));
-            };
+            let expected = format!("an array of {layers}");
+            let Some(array) = v.as_array() else { return Err(r.bad(key, &expected, Some(v))) };
+            if array.len() != layers {
+                return Err(contradiction(entries(key, array.len()), r.stated("trunk layers"), expected));
+            }
             let one = |i| match array.get(i).as_ref().and_then(Value::as_str) {
                 Some("full") => Ok(Indexer::Full),
                 Some("shared") => Ok(Indexer::Shared),
@@ -420,53 +523,68 @@ fn hf_indexer_types(r: &mut Reader, layers: usize) -> Result<Vec<Indexer>, Confi
             ((0..layers).map(one).collect::<Result<_, _>>()?, key)
         }
     };
-    r.note("full indexer layers", types.iter().filter(|t| **t == Indexer::Full).count(), source);
+    let count = types.iter().filter(|t| **t == Indexer::Full).count();
+    r.conclude("full indexer layers", count, source, if source == key { Origin::Stated } else { Origin::Absent });
     Ok(types)
 }
 
 /// Rules that hold for both forms.
 fn check(c: Config) -> Result<Config, ConfigError> {
-    let checks: [(&str, bool, String, String); 9] = [
-        ("dense layers", c.dense_layers <= c.layers, format!("at most {}", c.layers), c.dense_layers.to_string()),
-        ("vocabulary", c.vocab > 0, "at least 1".into(), c.vocab.to_string()),
-        ("rope width", c.rope.is_multiple_of(2), "an even number".into(), c.rope.to_string()),
+    let stated = |name| stated(&c.facts, name);
+    let within = c.experts / c.groups.min(c.experts) * c.groups_used;
+    let pairs: [(bool, [&'static str; 2], String); 6] = [
+        (c.dense_layers <= c.layers, ["dense layers", "trunk layers"], "no more dense layers than layers".into()),
         (
-            "indexer width",
             c.index_dim >= c.rope,
-            format!("at least the rope width {}", c.rope),
-            c.index_dim.to_string(),
+            ["indexer width", "rope width"],
+            "an indexer width of at least the rope width, since its first values are rotated".into(),
         ),
         (
-            "experts per token",
             c.experts_used <= c.experts,
-            format!("at most the {} experts", c.experts),
-            c.experts_used.to_string(),
+            ["experts per token", "experts"],
+            "no more experts per token than there are".into(),
         ),
+        (c.experts.is_multiple_of(c.groups), ["expert groups", "experts"], "expert groups of equal size".into()),
+        (
+            c.groups_used <= c.groups,
+            ["expert groups used", "expert groups"],
+            "no more expert groups used than there are".into(),
+        ),
+        (
+            c.experts_used <= within,
+            ["experts per token", "expert groups used"],
+            format!("no more experts per token than the {within} of the groups used"),
+        ),
+    ];
+    for (good, [left, right], expected) in pairs {
+        if !good {
+            return Err(contradiction(stated(left), stated(right), expected));
+        }
+    }
+    let alone: [(&'static str, bool, &str, String); 4] = [
+        ("vocabulary", c.vocab > 0, "at least 1", c.vocab.to_string()),
+        ("rope width", c.rope.is_multiple_of(2), "an even number", c.rope.to_string()),
         // Several would act as one of their joint width, and activations of that form have no agreed shape.
-        ("shared experts", c.shared_experts == 1, "1".into(), c.shared_experts.to_string()),
-        (
-            "expert groups",
-            c.experts.is_multiple_of(c.groups) && c.groups_used <= c.groups,
-            format!("a divisor of {} experts, and no more groups used than there are", c.experts),
-            format!("{} groups, {} used", c.groups, c.groups_used),
-        ),
-        (
-            "experts of the groups used",
-            c.experts_used <= c.experts / c.groups * c.groups_used,
-            format!("at least {}", c.experts_used),
-            (c.experts / c.groups * c.groups_used).to_string(),
-        ),
+        ("shared experts", c.shared_experts == 1, "1", c.shared_experts.to_string()),
         (
             "indexer types",
             c.indexer.first() == Some(&Indexer::Full),
-            "a full first layer (a shared one has nothing to reuse)".into(),
+            "a full first layer (a shared one has nothing to reuse)",
             "shared".into(),
         ),
     ];
-    for (what, good, expected, found) in checks {
+    for (name, good, expected, found) in alone {
         if !good {
-            return Err(inconsistent(what, expected, found));
+            let key = c.facts.iter().find(|f| f.name == name).map_or(String::new(), |f| format!(" ({})", f.source));
+            return Err(inconsistent(&format!("{name}{key}"), expected, found));
         }
     }
     Ok(c)
+}
+
+/// What the facts say of a number: its key and its value.
+fn stated(facts: &[Fact], name: &'static str) -> Stated {
+    let fact = facts.iter().find(|f| f.name == name);
+    let (key, value) = fact.map_or((format!("{name} (no key)"), "1"), |f| (f.source.clone(), f.value.as_str()));
+    Stated { key, value: value.into(), name }
 }

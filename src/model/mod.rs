@@ -6,7 +6,7 @@ mod glm_dsa;
 pub mod params;
 pub mod place;
 
-pub use config::{Attention, Config, ConfigError, Gating, Indexer, Metadata};
-pub use glm_dsa::{ARCHITECTURE, key};
+pub use config::{Attention, Config, ConfigError, Fact, Gating, Indexer, Metadata, Origin, Stated};
+pub use glm_dsa::{ARCHITECTURE, TIE, key};
 pub use params::{Kind, Param};
 pub use place::{Block, Layout, Place, Point};

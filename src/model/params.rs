@@ -210,7 +210,8 @@ const BLOCK: [Kind; 10] = {
     use Kind::*;
     [AttnNorm, QA, QANorm, QB, KvA, KvANorm, KB, VB, AttnOutput, FfnNorm]
 };
-const INDEXER: [Kind; 5] = {
+/// The tensors of a layer's indexer.
+pub const INDEXER: [Kind; 5] = {
     use Kind::*;
     [IndexQB, IndexK, IndexKNorm, IndexKNormBias, IndexProj]
 };

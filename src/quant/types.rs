@@ -108,6 +108,11 @@ impl std::fmt::Display for QuantType {
     }
 }
 
+/// A type of safetensors files that GGUF has no id for, by its name there; this build dequantises none of them.
+pub fn foreign(name: &str) -> Option<&'static TypeInfo> {
+    FOREIGN.iter().find(|t| t.name == name)
+}
+
 /// Looks an id up.
 pub fn lookup(id: u32) -> TypeId {
     if let Some(info) = TABLE.iter().find(|t| t.id == id) {
@@ -163,6 +168,19 @@ static TABLE: [TypeInfo; 35] = [
     row(42, "Q2_0", 64, 18, None),
 ];
 
+/// Their ids are no file's: they count down from the largest.
+static FOREIGN: [TypeInfo; 9] = [
+    row(u32::MAX, "F8_E4M3", 1, 1, None),
+    row(u32::MAX - 1, "F8_E5M2", 1, 1, None),
+    row(u32::MAX - 2, "F8_E8M0", 1, 1, None),
+    row(u32::MAX - 3, "F4", 2, 1, None),
+    row(u32::MAX - 4, "F6_E2M3", 4, 3, None),
+    row(u32::MAX - 5, "F6_E3M2", 4, 3, None),
+    row(u32::MAX - 6, "I8", 1, 1, None),
+    row(u32::MAX - 7, "U8", 1, 1, None),
+    row(u32::MAX - 8, "F64", 1, 8, None),
+];
+
 const REMOVED: [(u32, &str); 8] = [
     (4, "Q4_2"),
     (5, "Q4_3"),
@@ -191,6 +209,7 @@ mod tests {
         for (i, a) in TABLE.iter().enumerate() {
             assert!(TABLE[i + 1..].iter().all(|b| b.id != a.id), "{}", a.name);
             assert!(REMOVED.iter().all(|(id, _)| *id != a.id), "{}", a.name);
+            assert!(FOREIGN.iter().all(|f| f.id != a.id && f.quant.is_none()), "{}", a.name);
         }
     }
 

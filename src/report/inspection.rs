@@ -24,6 +24,7 @@ pub struct Fact {
     pub name: &'static str,
     pub value: String,
     pub source: String,
+    pub origin: &'static str,
 }
 
 /// A tensor that is known and has no use.
@@ -83,6 +84,13 @@ pub struct Unreadable {
     pub r#type: String,
 }
 
+/// A tensor in a form that this build cannot read.
+#[derive(Clone, Debug, Serialize)]
+pub struct Unhandled {
+    pub tensor: String,
+    pub form: &'static str,
+}
+
 /// Which tensors have a home, and which parameters a source.
 #[derive(Clone, Debug, Serialize)]
 pub struct Coverage {
@@ -94,6 +102,7 @@ pub struct Coverage {
     pub wrong_shape: Vec<WrongShape>,
     pub aliases: Vec<Alias>,
     pub unreadable: Vec<Unreadable>,
+    pub unhandled: Vec<Unhandled>,
 }
 
 /// The block that predicts further tokens.
@@ -120,6 +129,7 @@ pub struct Parameter {
     pub r#type: &'static str,
     pub cut: &'static str,
     pub dequantised_from: Option<&'static str>,
+    pub tied: bool,
     pub bytes: u64,
     pub bytes_per_rank: Vec<u64>,
     pub times: f64,
@@ -159,6 +169,7 @@ pub struct Inspection {
     pub config: Vec<Fact>,
     pub coverage: Coverage,
     pub kv_b: &'static str,
+    pub tied: bool,
     pub mtp: Mtp,
     pub fused_groups: Vec<Fused>,
     pub plan: Plan,
@@ -211,8 +222,8 @@ impl Record for Inspection {
         if let Some(version) = self.gguf_version {
             let total = self.files.iter().map(|f| f.bytes).sum();
             page.line(format!("GGUF version {version}, {} in {}", bytes(total), plural(self.files.len(), "file")))?;
-            self.notes.iter().try_for_each(|note| page.line(format!("note: {note}")))?;
         }
+        self.notes.iter().try_for_each(|note| page.line(format!("note: {note}")))?;
         let mut config = Table::new(&["value", ">is", "from"]);
         self.config.iter().for_each(|fact| config.row([fact.name, &fact.value, &fact.source]));
         page.gap()?;
@@ -220,6 +231,9 @@ impl Record for Inspection {
         page.gap()?;
         self.coverage.text(page)?;
         self.kv_b_text.iter().try_for_each(|line| page.line(line))?;
+        if self.tied {
+            page.line("output: tied, so the embedding serves as output matrix; the files hold none")?;
+        }
         page.line(format!("MTP: {}", self.mtp.text))?;
         let lacks = &self.mtp.missing;
         if self.mtp.state == "partial" {
@@ -235,10 +249,11 @@ impl Record for Inspection {
         if let Some(why) = self.plan.missing {
             page.line(format!("No plan, and no bytes per rank: {why}."))?;
         }
-        page.line(match (self.whole, self.coverage.unreadable.is_empty()) {
+        let readable = self.coverage.unreadable.is_empty() && self.coverage.unhandled.is_empty();
+        page.line(match (self.whole, readable) {
             (true, true) => "Whole: every tensor has a home, every parameter a source, every shape fits.",
             (true, false) => {
-                "Whole, but not runnable by this build (exit 3): fetch or make a quantisation without those types."
+                "Whole, but not runnable by this build (exit 3): fetch or make a file without those types and forms."
             }
             (false, _) => {
                 "NOT whole (exit 2): see the lines marked UNBOUND, MISSING and SHAPE above. Rename or convert again; \
@@ -250,7 +265,8 @@ impl Record for Inspection {
 
 impl Coverage {
     fn text(&self, page: &mut Page<'_>) -> io::Result<()> {
-        let Coverage { tensors, bound, known_unused, unbound, missing, wrong_shape, aliases, unreadable } = self;
+        let Coverage { tensors, bound, known_unused, unbound, missing, wrong_shape, aliases, .. } = self;
+        let (unreadable, unhandled) = (&self.unreadable, &self.unhandled);
         page.line(format!(
             "{tensors} tensors: {bound} bound, {} known-unused, {} UNBOUND; {} parameters without a source, {} of the \
              wrong shape.",
@@ -296,6 +312,10 @@ impl Coverage {
             let cannot = "tensors that this build cannot dequantise";
             page.line(format!("  type {type}: {n} {cannot} (first: {tensor})", type = r#type))?;
         }
+        for group in alike(unhandled, |u| u.form) {
+            let (n, Unhandled { tensor, form }) = (group.len(), group[0]);
+            page.line(format!("  form: {n} x {form}, which this build cannot read (first: {tensor})"))?;
+        }
         Ok(())
     }
 }
@@ -339,7 +359,16 @@ impl Plan {
 const PARAMETERS: [&str; 7] = ["parameter", "layers", "type", "cut", ">whole", ">per rank", ">x bytes"];
 
 fn type_of(p: &Parameter) -> String {
-    p.dequantised_from.map_or(p.r#type.into(), |from| format!("{} (from {from})", p.r#type))
+    match p.dequantised_from {
+        Some(from) => format!("{} (from {from})", p.r#type),
+        None if p.tied => format!("{} (tied: the embedding's)", p.r#type),
+        None => p.r#type.into(),
+    }
+}
+
+/// Bytes on all ranks as a multiple of those in the file; what is in no file has none.
+fn times(tied: bool, times: f64) -> String {
+    if tied { "-".into() } else { format!("{times:.2}") }
 }
 
 fn most(p: &Parameter) -> u64 {
@@ -349,7 +378,7 @@ fn most(p: &Parameter) -> u64 {
 fn each(parameters: &[Parameter]) -> Table {
     let mut rows = Table::new(&PARAMETERS);
     for p in parameters {
-        let (whole, most, times) = (bytes(p.bytes), bytes(most(p)), format!("{:.2}", p.times));
+        let (whole, most, times) = (bytes(p.bytes), bytes(most(p)), times(p.tied, p.times));
         rows.row([p.parameter.as_str(), "", &type_of(p), p.cut, &whole, &most, &times]);
     }
     rows
@@ -362,7 +391,7 @@ fn by_kind(parameters: &[Parameter]) -> Table {
         let (first, sum) = (group[0], |of: fn(&Parameter) -> u64| group.iter().map(|p| of(p)).sum::<u64>());
         let (whole, all) = (sum(|p| p.bytes), sum(|p| p.bytes_per_rank.iter().sum()));
         let layers: Vec<usize> = group.iter().filter_map(|p| p.of.layer).collect();
-        let (layers, times) = (ranges(&layers), format!("{:.2}", all as f64 / whole.max(1) as f64));
+        let (layers, times) = (ranges(&layers), times(first.tied, all as f64 / whole.max(1) as f64));
         rows.row([first.of.kind, &layers, &type_of(first), first.cut, &bytes(whole), &bytes(sum(most)), &times]);
     }
     rows

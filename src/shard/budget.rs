@@ -16,8 +16,10 @@ pub struct Line {
     pub dequantised_from: Option<QuantType>,
     /// How it is cut.
     pub cut: Cut,
-    /// Bytes of the whole parameter.
+    /// Bytes of the whole parameter in the files: none where the embedding serves as output matrix.
     pub whole: u64,
+    /// Whether the parameter is another one's tensor.
+    pub tied: bool,
     /// Bytes per rank.
     pub per_rank: Vec<u64>,
     /// True when some rank stores covering blocks beyond its range.
@@ -25,9 +27,10 @@ pub struct Line {
 }
 
 impl Line {
-    /// Bytes over all ranks, as a multiple of the bytes of the whole; above 1 for replicated and covering parameters.
+    /// Bytes over all ranks, as a multiple of the bytes of the whole; above 1 for replicated and covering parameters, and 0
+    /// for one that no file holds.
     pub fn times(&self) -> f64 {
-        self.per_rank.iter().sum::<u64>() as f64 / self.whole.max(1) as f64
+        if self.whole == 0 { 0.0 } else { self.per_rank.iter().sum::<u64>() as f64 / self.whole as f64 }
     }
 }
 
@@ -108,12 +111,14 @@ fn line(checkpoint: &Checkpoint, plan: &TpPlan, param: Param) -> Result<Line, Ch
     let ty = if param.kind.is_plain() { QuantType::F32 } else { in_file };
     let per_rank = (0..plan.tp()).map(|r| plan.slice(param, ty.block(), r).bytes(ty) as u64).collect();
     let [cols, rows, stack] = param.kind.shape(checkpoint.config());
+    let tied = param.kind == Kind::Output && checkpoint.is_tied();
     Ok(Line {
         param,
         ty,
         dequantised_from: (param.kind.is_plain() && in_file != QuantType::F32).then_some(in_file),
         cut: Cut::of(param.kind),
-        whole: (stack * rows * ty.row_bytes(cols)) as u64,
+        whole: if tied { 0 } else { (stack * rows * ty.row_bytes(cols)) as u64 },
+        tied,
         per_rank,
         covering: is_covering(plan, param, ty),
     })

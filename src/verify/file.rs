@@ -1,12 +1,14 @@
-//! Stage `file`: is the file whole and consistent, free of NaN and outlier blocks; has every tensor a home and every
-//! parameter a source?
+//! Stage `file`: is the file whole and consistent, free of NaN, zeros and outlier blocks; has every tensor a home and every
+//! parameter a source; which numbers does nothing bear out?
 //!
 //! The container's reader has already refused what is cut, doubled, foreign or misplaced; here its account is printed,
 //! every block is looked at, and the two independent readings of the metadata (the engine's and the reference's) must
 //! agree on every number.
 
 mod config;
+mod trust;
 mod values;
+mod zeros;
 
 use std::collections::BTreeSet;
 
@@ -28,6 +30,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let mut checks = vec![container(checkpoint)];
     checks.extend(warnings(checkpoint));
     checks.extend(coverage(checkpoint));
+    checks.extend(forms(checkpoint));
     checks.push(types(checkpoint));
     checks.push(kv_b(checkpoint, subject.baseline.is_some()));
     checks.push(dequantised(checkpoint));
@@ -35,12 +38,15 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let (readings, compared) = config::readings(checkpoint);
     made += compared;
     checks.extend(readings);
+    let trust = trust::checks(checkpoint);
+    made += trust.len();
+    checks.extend(trust);
     if let Some(baseline) = &subject.baseline {
         let (differences, compared) = config::differences(checkpoint, baseline);
         made += compared;
         checks.extend(differences);
     }
-    let scan = values::scan_all(checkpoint.source(), progress);
+    let scan = values::scan_all(checkpoint, progress);
     made += scan.tensors;
     let summary = format!(
         "{} in {} tensors, every block looked at; {} tensors bound to parameters",
@@ -74,8 +80,23 @@ fn container(checkpoint: &Checkpoint) -> Check {
 }
 
 fn warnings(checkpoint: &Checkpoint) -> Vec<Check> {
-    let warnings = checkpoint.source().gguf().into_iter().flat_map(|gguf| gguf.warnings());
+    let warnings = checkpoint.source().warnings().into_iter();
     warnings.map(|w| Check::new("container", Verdict::Drift, w)).collect()
+}
+
+/// Parameters that are there in a form which this build cannot read: nothing is said against the file.
+fn forms(checkpoint: &Checkpoint) -> Option<Check> {
+    let unhandled = &checkpoint.coverage().unhandled;
+    let first = unhandled.first()?;
+    let forms: BTreeSet<&str> = unhandled.iter().map(|u| u.form).collect();
+    let forms: Vec<&str> = forms.into_iter().collect();
+    let detail = format!(
+        "UNREADABLE: {} in a form that this build cannot read: {} (the first is {}). The file may well be right",
+        plural(unhandled.len(), "tensor"),
+        forms.join("; "),
+        first.tensor
+    );
+    Some(Check::new("forms", Verdict::Unmeasured, detail))
 }
 
 fn coverage(checkpoint: &Checkpoint) -> Vec<Check> {
@@ -90,9 +111,15 @@ fn coverage(checkpoint: &Checkpoint) -> Vec<Check> {
         checks.push(Check::exact(param.to_string(), false, format!("MISSING: no tensor holds it, expected {name}")));
     }
     for fault in &coverage.shapes {
-        let keys = fault.keys.join(", ");
-        let detail =
-            format!("SHAPE: expected {:?} from {keys}, found {:?} (fastest axis first)", fault.expected, fault.found);
+        let facts = &checkpoint.config().facts;
+        let value = |key: &String| facts.iter().find(|f| f.source == *key).map_or(String::new(), |f| f.value.clone());
+        let keys: Vec<String> = fault.keys.iter().map(|key| format!("{key} = {}", value(key))).collect();
+        let detail = format!(
+            "SHAPE: expected {:?} from {}, found {:?} (fastest axis first)",
+            fault.expected,
+            keys.join(", "),
+            fault.found
+        );
         checks.push(Check::exact(&fault.tensor, false, detail));
     }
     match coverage.mtp {
@@ -123,17 +150,18 @@ fn coverage(checkpoint: &Checkpoint) -> Vec<Check> {
     checks
 }
 
-/// A type that cannot be dequantised matters where a parameter needs the tensor.
+/// A type that cannot be dequantised matters where a parameter needs the tensor, and is no fault of the file.
 fn types(checkpoint: &Checkpoint) -> Check {
     let coverage = checkpoint.coverage();
     let unused = |name: &str| coverage.unused.iter().any(|u| u.tensor == name);
     let list = |all: Vec<&(String, &str)>| {
         let shown = all.iter().take(8).map(|(name, ty)| format!("{name} is {ty}")).collect::<Vec<_>>().join(", ");
-        format!("UNREADABLE: {} cannot be dequantised here: {shown}", plural(all.len(), "tensor"))
+        format!("UNREADABLE: {} cannot be dequantised by this build: {shown}", plural(all.len(), "tensor"))
     };
     let (idle, needed): (Vec<_>, Vec<_>) = coverage.unreadable.iter().partition(|(name, _)| unused(name));
     if !needed.is_empty() {
-        return Check::exact("types", false, list(needed));
+        let detail = format!("{}. The file may well be right; another type of it can be judged", list(needed));
+        return Check::new("types", Verdict::Unmeasured, detail);
     }
     if !idle.is_empty() {
         return Check::new("types", Verdict::Drift, format!("{}, which nothing uses", list(idle)));

@@ -37,14 +37,31 @@ pub enum VerifyError {
     Checkpoint(#[from] CheckpointError),
     #[error("reference: {0}")]
     Reference(String),
+    #[error("reference: {0}")]
+    Undecodable(String),
     #[error("{0}")]
     Choice(String),
     #[error("a value that was to replace the run's own does not fit its place, so the step ended there")]
     Replacement,
 }
 
+impl VerifyError {
+    /// Whether it is the tool that lacks something: then nothing is said against the model.
+    pub fn is_lack(&self) -> bool {
+        match self {
+            VerifyError::Engine(e) => e.is_lack(),
+            VerifyError::Checkpoint(e) => e.is_lack(),
+            VerifyError::Undecodable(_) => true,
+            _ => false,
+        }
+    }
+}
+
 impl From<lockstep_reference::RefError> for VerifyError {
     fn from(e: lockstep_reference::RefError) -> Self {
-        VerifyError::Reference(e.to_string())
+        match e {
+            lockstep_reference::RefError::Format { .. } => VerifyError::Undecodable(e.to_string()),
+            e => VerifyError::Reference(e.to_string()),
+        }
     }
 }

@@ -28,4 +28,7 @@ mod stages;
 mod synth;
 mod terminal;
 mod tokenizer;
+mod trust;
 mod types;
+mod unsupported;
+mod zeros;

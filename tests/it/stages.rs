@@ -15,7 +15,7 @@ use lockstep::report::{StageReport, Verdict};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
 use lockstep::verify::{Subject, file, tokenizer, weights};
 
-fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
+pub fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
     over(checkpoint, tp, vec![1, 2, 3], vec![2])
 }
 
@@ -24,29 +24,29 @@ fn open_path(path: &Path) -> Arc<Checkpoint> {
 }
 
 /// A model after edits, opened as a file.
-fn edited(model: &Model) -> Arc<Checkpoint> {
+pub fn edited(model: &Model) -> Arc<Checkpoint> {
     let folder = tempfile::tempdir().unwrap();
     open_path(&model.write(folder.path(), "edited.gguf"))
 }
 
 /// glm5-nano, to be edited.
-fn nano() -> Model {
+pub fn nano() -> Model {
     static READ: LazyLock<Model> = LazyLock::new(|| Model::read(&golden(GLM5_NANO)));
     READ.clone()
 }
 
 /// The bytes of a tensor that must be there.
-fn data<'a>(model: &'a mut Model, name: &str) -> &'a mut Vec<u8> {
+pub fn data<'a>(model: &'a mut Model, name: &str) -> &'a mut Vec<u8> {
     &mut model.tensors.iter_mut().find(|(t, _)| t.name == name).unwrap().1
 }
 
-fn failures(report: &StageReport) -> Vec<(String, String)> {
+pub fn failures(report: &StageReport) -> Vec<(String, String)> {
     let bad = report.checks.iter().filter(|c| c.verdict > Verdict::Match);
     bad.map(|c| (c.name.clone(), c.detail.clone())).collect()
 }
 
 /// Asserts that exactly one thing is wrong, and that its line has every part of `says`.
-fn only(report: &StageReport, name: &str, says: &[&str]) {
+pub fn only(report: &StageReport, name: &str, says: &[&str]) {
     let bad = failures(report);
     assert_eq!(bad.len(), 1, "{bad:#?}");
     assert_eq!(bad[0].0, name, "{bad:?}");
@@ -55,7 +55,7 @@ fn only(report: &StageReport, name: &str, says: &[&str]) {
     }
 }
 
-fn matches(report: &StageReport, least: usize) {
+pub fn matches(report: &StageReport, least: usize) {
     assert_eq!(report.verdict(), Verdict::Match, "{:#?}", failures(report));
     assert!(report.made >= least, "only {} checks in {}", report.made, report.summary);
 }
@@ -100,13 +100,27 @@ fn nan_in_an_expert_stack_names_the_matrix() {
 }
 
 #[test]
-fn an_outlier_block_is_a_warning() {
+fn an_outlier_block_is_damage_and_many_are_a_warning() {
     let mut model = nano();
     let name = "blk.2.attn_q_a.weight";
     data(&mut model, name)[9 * 144..9 * 144 + 2].copy_from_slice(&[0xff, 0x7b]); // the largest f16
     let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
-    only(&report, name, &["OUTLIER_BLOCK", "block 9", "row 9"]);
-    assert_eq!(report.verdict(), Verdict::Drift);
+    only(&report, name, &["OUTLIER_BLOCK", "block 9", "row 9", "fetch it again"]);
+    assert_eq!(report.verdict(), Verdict::Divergent);
+    // A scale's exponent with its top bit set, of a size that could be a weight's; twice as many would still be few.
+    let mut model = nano();
+    data(&mut model, name)[40 * 144 + 1] |= 0x40;
+    let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
+    only(&report, name, &["OUTLIER_BLOCK", "block 40"]);
+    assert_eq!(report.verdict(), Verdict::Divergent);
+    // Most units as good as dead, and the rest as they were.
+    let mut model = nano();
+    for row in 0..200 {
+        let scales = &mut data(&mut model, name)[row * 144..row * 144 + 4];
+        scales.copy_from_slice(&[1, 0, 1, 0]); // 6e-8
+    }
+    let report = file::run(&subject(edited(&model), 1), &Silent).unwrap();
+    assert!(report.verdict() <= Verdict::Drift, "{:?}", failures(&report));
 }
 
 #[test]
@@ -154,6 +168,52 @@ fn a_tokenizer_is_judged_and_its_absence_is_neutral() {
     subject.baseline = Some(open(GLM5_NANO));
     let report = tokenizer::run(&subject, &Silent).unwrap();
     assert!(failures(&report).iter().any(|(n, d)| n == "stop ids = baseline" && d.contains("STOP_IDS")), "{report:?}");
+}
+
+fn tokenizers(model: &Model, baseline: Option<&Model>) -> StageReport {
+    let mut subject = subject(edited(model), 1);
+    subject.baseline = baseline.map(edited);
+    tokenizer::run(&subject, &Silent).unwrap()
+}
+
+#[test]
+fn a_stop_id_too_many_is_no_match() {
+    let model = nano();
+    // A control token that ends no turn in the baseline: nothing is wrong with it alone.
+    let more = model.clone().set("tokenizer.ggml.eom_token_id", Value::U32(4078));
+    matches(&tokenizers(&more, None), 9);
+    let says = ["STOP_IDS", "[4078] end a turn here and not", "4072, 4079, 4081} in the baseline"];
+    let report = tokenizers(&more, Some(&model));
+    let bad = failures(&report);
+    assert!(bad.iter().all(|(n, d)| n == "stop ids = baseline" && says.iter().all(|s| d.contains(s))), "{bad:?}");
+    assert_eq!(report.verdict(), Verdict::Divergent);
+    matches(&tokenizers(&model, Some(&model)), 15);
+}
+
+#[test]
+fn a_template_is_compared_by_what_it_renders() {
+    let key = "tokenizer.chat_template";
+    let model = nano();
+    let source = model.metadata.iter().find(|(k, _)| k == key).and_then(|(_, v)| v.as_str()).unwrap().to_owned();
+    let with = |text: String| model.clone().set(key, Value::Str(text));
+    let prompt = "{%- if add_generation_prompt -%}<|assistant|></think>{%- endif -%}";
+    assert!(source.contains(prompt));
+    // Alone a warning, since some templates need none.
+    let lost = with(source.replace(prompt, ""));
+    let report = tokenizers(&lost, None);
+    only(&report, "generation prompt", &["GENERATION_PROMPT", "<|user|>Why?", "nothing opens"]);
+    assert_eq!(report.verdict(), Verdict::Drift);
+    let report = tokenizers(&lost, Some(&model));
+    let bad = failures(&report);
+    let differs = &bad.iter().find(|(n, _)| n == "chat template = baseline").unwrap().1;
+    for part in ["TEMPLATE", "\"[gMASK]<sop><|user|>Why?\" here", "\"<|assistant|></think>\" there"] {
+        assert!(differs.contains(part), "no {part:?} in {differs}");
+    }
+    assert_eq!(report.verdict(), Verdict::Divergent);
+    // Another source that renders the same.
+    let report = tokenizers(&with(format!("{source}{{# edited #}}")), Some(&model));
+    only(&report, "chat template = baseline", &["plain turns is the same"]);
+    assert_eq!(report.verdict(), Verdict::Drift);
 }
 
 // ---- weights
@@ -330,7 +390,7 @@ fn against(target: &Model, baseline: &Model) -> StageReport {
 }
 
 /// A tiny model with values from a seed.
-fn seeded(seed: u64) -> Model {
+pub fn seeded(seed: u64) -> Model {
     let mut model = tiny();
     let mut state = seed;
     for (_, bytes) in &mut model.tensors {

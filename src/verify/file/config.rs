@@ -14,7 +14,7 @@ type Read<T> = Box<dyn Fn(&T) -> String>;
 /// One number, as text that is equal exactly when the numbers are.
 struct Number {
     name: &'static str,
-    engine: Read<Config>,
+    engine: Read<Checkpoint>,
     /// `None` where the reference does not know it.
     reference: Option<Read<RefConfig>>,
 }
@@ -29,7 +29,7 @@ pub(super) fn readings(checkpoint: &Checkpoint) -> (Vec<Check>, usize) {
     let (mut checks, mut compared) = (Vec::new(), 0);
     for Number { name, engine, reference } in numbers() {
         let Some(reference) = reference else { continue };
-        let (left, right) = (engine(c), reference(&r));
+        let (left, right) = (engine(checkpoint), reference(&r));
         compared += 1;
         if left != right {
             let source = key(c, name).map_or(String::new(), |key| format!(" (from {key})"));
@@ -55,17 +55,20 @@ fn numbers() -> Vec<Number> {
         reference: fn(&RefConfig) -> R,
     ) -> Number {
         let reference: Read<RefConfig> = Box::new(move |r| reference(r).to_string());
-        Number { name, engine: Box::new(move |c| engine(c).to_string()), reference: Some(reference) }
+        Number { name, engine: Box::new(move |c| engine(c.config()).to_string()), reference: Some(reference) }
     }
     let n = text::<usize, usize>;
     // What engines hold as f32 is compared as f32.
     let f = |name, engine: fn(&Config) -> f32, reference: fn(&RefConfig) -> f64| Number {
         name,
-        engine: Box::new(move |c| format!("{:e}", engine(c))),
+        engine: Box::new(move |c| format!("{:e}", engine(c.config()))),
         reference: Some(Box::new(move |r| format!("{:e}", reference(r) as f32))),
     };
     fn indexer(full: impl Iterator<Item = bool>) -> String {
         full.map(|f| if f { 'F' } else { 'S' }).collect()
+    }
+    fn tied(yes: bool) -> &'static str {
+        if yes { "tied to the embedding" } else { "a matrix of its own" }
     }
     fn style(s: RopeStyle) -> &'static str {
         if s == RopeStyle::Interleaved { "adjacent pairs" } else { "half-split" }
@@ -109,6 +112,11 @@ fn numbers() -> Vec<Number> {
         f("RMSNorm eps", |c| c.rms_eps, |r| r.eps),
         f("q_a/kv_a norm eps", |c| c.latent_eps, |r| r.latent_eps),
         f("indexer LayerNorm eps", |c| c.index_eps, |r| r.index_eps),
+        Number {
+            name: "output",
+            engine: Box::new(|c| tied(c.is_tied()).into()),
+            reference: Some(Box::new(|r| tied(r.tied_head).into())),
+        },
     ]
 }
 
@@ -124,7 +132,7 @@ pub(super) fn differences(checkpoint: &Checkpoint, baseline: &Checkpoint) -> (Ve
     numbers.retain(|n| !FIXED.contains(&n.name));
     let mut checks = Vec::new();
     for Number { name, engine, .. } in &numbers {
-        let (left, right) = (engine(c), engine(b));
+        let (left, right) = (engine(checkpoint), engine(baseline));
         if left == right {
             continue;
         }

@@ -1,15 +1,21 @@
-//! Every block of every tensor: NaN and infinities, blocks whose scale is out of all proportion, tensors of zeros.
+//! Every block of every tensor: NaN and infinities, blocks whose scale is out of all proportion, runs of zeros.
 
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
-use crate::checkpoint::{TensorSource, View};
-use crate::quant::{QuantType, scan};
+use super::zeros::{self, Holds};
+use crate::checkpoint::{Checkpoint, View};
+use crate::model::{Kind, params};
+use crate::quant::{QuantType, Scan, scan};
 use crate::report::{Check, Progress, Verdict};
 
 /// Values per run: the unit whose largest value is compared with that of its neighbours.
 const RUN: usize = 256;
+/// Runs that a small tensor of weights is cut into at least, so that one value of a norm shows.
+const RUNS: usize = 32;
 /// Runs per tensor at most, so that the largest tensors cost no more memory than small ones.
 const MOST_RUNS: usize = 1 << 16;
 /// Fewer runs have no median worth the name.
@@ -17,6 +23,11 @@ const LEAST_RUNS: usize = 8;
 /// A run this many times above the tensor's median. In the trained test model the largest is 6 times the median, and two
 /// orders are known of embeddings of rare tokens; the flipped top bit of a scale's exponent is worth 2^16.
 const OUTLIER: f32 = 1e4;
+/// One run in so many may be out of proportion to the others and call itself damage. Where more are, most of the tensor may
+/// be as good as zero (units that died), and the few that are alive are the sound ones.
+const FEW: usize = 100;
+/// A value of this size is damage wherever it stands out: activations would leave the range of half precision.
+const ABSURD: f32 = 1e3;
 /// Bytes between two reports of progress, so that the counter is not fought over.
 const UNIT: u64 = 1 << 20;
 
@@ -31,7 +42,12 @@ pub(super) struct Scanned {
 }
 
 /// Scans every tensor that can be dequantised.
-pub(super) fn scan_all(source: &dyn TensorSource, progress: &dyn Progress) -> Scanned {
+pub(super) fn scan_all(checkpoint: &Checkpoint, progress: &dyn Progress) -> Scanned {
+    let source = checkpoint.source();
+    let kinds = kinds(checkpoint);
+    let spec = checkpoint.tokenizer_spec().ok();
+    // Padding, and place holders of converters.
+    let unused = |row: usize| spec.as_ref().is_none_or(|s| s.types.get(row).is_none_or(|ty| *ty == 5));
     let names: Vec<&str> = source.names();
     let all: u64 = names.iter().filter_map(|n| source.tensor(n)).map(|v| v.bytes.len() as u64).sum();
     let done = AtomicU64::new(0);
@@ -40,7 +56,16 @@ pub(super) fn scan_all(source: &dyn TensorSource, progress: &dyn Progress) -> Sc
         .filter_map(|name| {
             let view = source.tensor(name)?;
             let ty = view.ty.quant?;
-            let checks = tensor(name, &source.file_of(name), ty, &view);
+            let row = ty.row_bytes(view.ne.first().map_or(0, |n| *n as usize));
+            let holds = match kinds.get(*name) {
+                None => Holds::Anything,
+                Some(kind) if zeros::may_be_zero(*kind) => Holds::Anything,
+                Some(Kind::TokenEmbd | Kind::Output) => Holds::Vocabulary(row, &unused),
+                Some(_) if view.bytes.len() == row => Holds::Vector,
+                Some(_) => Holds::Rows(row),
+            };
+            let place = Place { file: source.file_of(name), offset: source.offset_of(name) };
+            let checks = tensor(name, &place, ty, &view, holds);
             let before = done.fetch_add(view.bytes.len() as u64, Ordering::Relaxed);
             let now = before + view.bytes.len() as u64;
             if before / UNIT != now / UNIT || now == all {
@@ -57,10 +82,42 @@ pub(super) fn scan_all(source: &dyn TensorSource, progress: &dyn Progress) -> Sc
     Scanned { tensors, bytes: all, checks }
 }
 
-fn tensor(name: &str, file: &str, ty: QuantType, view: &View<'_>) -> Vec<Check> {
+/// The kind of every tensor that fills a parameter.
+fn kinds(checkpoint: &Checkpoint) -> HashMap<&str, Kind> {
+    let c = checkpoint.config();
+    let mut kinds = HashMap::new();
+    for param in params::of_trunk(c).into_iter().chain(params::of_mtp(c)) {
+        for name in checkpoint.binding(param).into_iter().flat_map(|b| b.names()) {
+            kinds.entry(name.as_str()).or_insert(param.kind);
+        }
+    }
+    kinds
+}
+
+/// Where a tensor's data lies.
+struct Place {
+    file: String,
+    offset: Option<u64>,
+}
+
+impl Place {
+    /// A range of the tensor's bytes, and where that is in the file.
+    fn range(&self, range: &Range<usize>) -> String {
+        let at = |offset: u64| format!(" (from offset {} of the file)", offset + range.start as u64);
+        format!("bytes {}..{} of the tensor{}", range.start, range.end, self.offset.map_or(String::new(), at))
+    }
+}
+
+fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'_>) -> Vec<Check> {
+    let file = &at.file;
     let info = ty.info();
     let blocks = view.bytes.len() / info.bytes;
-    let per_run = (RUN / info.block).max(1).max(blocks.div_ceil(MOST_RUNS));
+    // Biases may be next to nothing but for one.
+    let run = match holds {
+        Holds::Anything => RUN,
+        _ => RUN.min(blocks * info.block / RUNS),
+    };
+    let per_run = (run / info.block).max(1).max(blocks.div_ceil(MOST_RUNS));
     // Rows of tensors were checked against the block size when the file was opened.
     let scans: Result<Vec<_>, _> = view.bytes.par_chunks(per_run * info.bytes).map(|run| scan(ty, run)).collect();
     let scans = match scans {
@@ -79,15 +136,19 @@ fn tensor(name: &str, file: &str, ty: QuantType, view: &View<'_>) -> Vec<Check> 
         );
         checks.push(Check::exact(name, false, detail));
     }
-    let mut bounds: Vec<f32> = scans.iter().map(|s| s.max_abs_bound).filter(|b| *b > 0.0).collect();
-    if bounds.is_empty() && bad == 0 && view.ne.len() > 1 && view.ne.get(1).is_some_and(|n| *n > 1) {
-        checks.push(Check::new(name, Verdict::Drift, format!("ALL_ZERO: all {blocks} {ty} blocks are zero; {file}")));
+    if let Some(what) = zero(at, ty, view, holds, &scans, per_run) {
+        let detail = format!(
+            "{what}; {file}. No trained tensor is so: this part was never written, or lost; fetch or convert it again"
+        );
+        checks.push(Check::exact(name, false, detail));
     }
+    let mut bounds: Vec<f32> = scans.iter().map(|s| s.max_abs_bound).filter(|b| *b > 0.0).collect();
     if bounds.len() < LEAST_RUNS {
         return checks;
     }
-    let middle = bounds.len() / 2;
-    let median = *bounds.select_nth_unstable_by(middle, f32::total_cmp).1;
+    bounds.sort_unstable_by(f32::total_cmp);
+    let median = bounds[bounds.len() / 2];
+    let others = bounds[bounds.len() - 1 - (bounds.len() / FEW).max(1)];
     let outliers = scans.iter().filter(|s| s.max_abs_bound > OUTLIER * median).count();
     if let Some((run, largest)) = largest_run(&scans).filter(|(_, s)| *s > OUTLIER * median) {
         let start = run * per_run * info.bytes;
@@ -99,9 +160,54 @@ fn tensor(name: &str, file: &str, ty: QuantType, view: &View<'_>) -> Vec<Check> 
             place((run * per_run + within.unwrap_or(0)) as u64),
             per_run * info.block
         );
-        checks.push(Check::new(name, Verdict::Drift, detail));
+        let gross = largest > OUTLIER * others || largest > ABSURD;
+        let verdict = if gross { Verdict::Divergent } else { Verdict::Drift };
+        let advice = if gross { ". The file is damaged or was badly quantised: fetch it again" } else { "" };
+        checks.push(Check::new(name, verdict, format!("{detail}{advice}")));
     }
     checks
+}
+
+/// What is zero in a tensor and must not be.
+fn zero(
+    at: &Place,
+    ty: QuantType,
+    view: &View<'_>,
+    holds: Holds<'_>,
+    scans: &[Scan],
+    per_run: usize,
+) -> Option<String> {
+    let all = view.bytes.len();
+    let block = ty.info().bytes;
+    let stack = view.ne.get(2).map_or(1, |n| *n as usize).max(1);
+    let runs = zeros::runs(&view.bytes, holds);
+    if let Some(first) = runs.first() {
+        let bytes: usize = runs.iter().map(ExactSizeIterator::len).sum();
+        let (matrices, range) = (first.start.div_ceil(all / stack)..first.end / (all / stack), at.range(first));
+        let what = match matrices.len() {
+            _ if first.len() == all => format!("ALL_ZERO: all {} {ty} blocks are zero, {range}", all / block),
+            1 => format!("ALL_ZERO: matrix {} of {stack} is all zero, {range}", matrices.start),
+            2.. => format!("ALL_ZERO: matrices {matrices:?} of {stack} are all zero, {range}"),
+            0 => {
+                let from = place(view, ty.info().block, (first.start / block) as u64);
+                format!("ZERO_RUN: {} zero bytes, {range}, from {from} on", first.len())
+            }
+        };
+        let more = match runs.len() {
+            1 => String::new(),
+            n => format!("; {} more such runs, {bytes} bytes in all", n - 1),
+        };
+        return Some(format!("{what}{more}"));
+    }
+    // Scales may be zero where the codes are not.
+    let silent = |m: usize| {
+        let runs = (m * all / stack / block).div_ceil(per_run)..(m + 1) * all / stack / block / per_run;
+        let mut inner = scans.get(runs.clone()).unwrap_or_default().iter();
+        !runs.is_empty() && inner.all(|s| s.max_abs_bound == 0.0 && s.nonfinite_blocks == 0)
+    };
+    let matrix = (0..stack).find(|m| !matches!(holds, Holds::Anything) && silent(*m))?;
+    let range = at.range(&(matrix * all / stack..(matrix + 1) * all / stack));
+    Some(format!("ALL_ZERO: matrix {matrix} of {stack}: every {ty} block's scale is zero, {range}"))
 }
 
 fn largest_run(scans: &[crate::quant::Scan]) -> Option<(usize, f32)> {

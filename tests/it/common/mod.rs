@@ -1,6 +1,7 @@
 //! What tests share: small models made here, the golden ones opened once, engines that break promises, and the real binary.
 
 pub mod binary;
+pub mod folder;
 pub mod goldens;
 pub mod odd;
 pub mod running;

@@ -1,0 +1,108 @@
+//! Zeros where a model has values, at every size, and the zeros that sound files hold; and what `bisect` makes of a file
+//! that is damaged.
+
+use crate::common::binary::{lockstep, run};
+use crate::common::subject::Silent;
+use crate::common::{Model, NANO52, PICO, golden};
+use crate::stages::{data, edited, matches, nano, only, subject};
+use lockstep::report::{StageReport, Verdict};
+use lockstep::verify::file;
+
+fn judged(edit: impl FnOnce(&mut Model)) -> StageReport {
+    let mut model = nano();
+    edit(&mut model);
+    file::run(&subject(edited(&model), 1), &Silent).unwrap()
+}
+
+/// Exactly one thing is wrong, and it is no warning.
+fn damage(report: &StageReport, name: &str, says: &[&str]) {
+    only(report, name, says);
+    assert_eq!(report.verdict(), Verdict::Divergent);
+}
+
+#[test]
+fn runs_of_zeros_are_named_with_their_bytes() {
+    let o = "blk.3.attn_output.weight";
+    let report = judged(|m| data(m, o).fill(0));
+    damage(&report, o, &["ALL_ZERO", "bytes 0..", "of the tensor (from offset ", "edited.gguf", "never written"]);
+    let q = "blk.2.attn_q_b.weight"; // 1024 rows of 144 bytes
+    let report = judged(|m| data(m, q)[5_000..9_096].fill(0));
+    damage(&report, q, &["ZERO_RUN: 4", "bytes 5", "row 34"]);
+    let report = judged(|m| data(m, q)[140_000..].fill(0));
+    damage(&report, q, &["ZERO_RUN", "..147456 of the tensor"]);
+    let report = judged(|m| [1_000..3_000, 60_000..70_000].map(|r| data(m, q)[r].fill(0)).into_iter().collect());
+    damage(&report, q, &["ZERO_RUN", "1 more such run"]);
+    let stack = "blk.3.ffn_gate_exps.weight"; // 8 experts of 256 rows of 144 bytes
+    let report = judged(|m| data(m, stack)[5 * 36_864..6 * 36_864].fill(0));
+    damage(&report, stack, &["ALL_ZERO: matrix 5 of 8", "bytes 184320..221184"]);
+    // Codes that are there, and scales that are not.
+    let report = judged(|m| data(m, stack)[36_864..2 * 36_864].chunks_mut(144).for_each(|b| b[..4].fill(0)));
+    damage(&report, stack, &["ALL_ZERO: matrix 1 of 8", "scale is zero"]);
+    for norm in ["blk.4.attn_norm.weight", "output_norm.weight", "blk.0.indexer.k_norm.weight"] {
+        damage(&judged(|m| data(m, norm).fill(0)), norm, &["ALL_ZERO"]);
+    }
+    let norm = "blk.1.ffn_norm.weight";
+    damage(&judged(|m| data(m, norm)[512..640].fill(0)), norm, &["ZERO_RUN: 1", "bytes 512..64"]);
+}
+
+#[test]
+fn one_value_of_a_norm_out_of_all_proportion_is_damage() {
+    let norm = "blk.1.ffn_norm.weight";
+    let huge = |value: f32| judged(|m| data(m, norm)[400..404].copy_from_slice(&value.to_le_bytes()));
+    damage(&huge(3e7), norm, &["OUTLIER_BLOCK", "value 100"]);
+    matches(&huge(30.0), 150);
+    // A bias may be next to nothing but for one.
+    let bias = "blk.2.exp_probs_b.bias";
+    let few = |m: &mut Model| {
+        data(m, bias).chunks_mut(4).for_each(|v| v.copy_from_slice(&1e-9f32.to_le_bytes()));
+        data(m, bias)[..4].copy_from_slice(&0.5f32.to_le_bytes());
+    };
+    matches(&judged(few), 150);
+}
+
+#[test]
+fn zeros_of_sound_files_pass() {
+    for bias in ["blk.2.exp_probs_b.bias", "blk.2.indexer.k_norm.bias"] {
+        matches(&judged(|m| data(m, bias).fill(0)), 150);
+    }
+    // One unit that died; rows of tokens that are place holders.
+    matches(&judged(|m| data(m, "blk.2.attn_q_b.weight")[300 * 144..301 * 144].fill(0)), 150);
+    let row = |m: &mut Model, name: &str| data(m, name).len() / 4096;
+    matches(
+        &judged(|m| {
+            let row = row(m, "token_embd.weight");
+            data(m, "token_embd.weight")[4093 * row..].fill(0);
+            let types = m.metadata.iter_mut().find(|(k, _)| k == "tokenizer.ggml.token_type").unwrap();
+            if let lockstep::gguf::Value::Array(lockstep::gguf::value::Array::I32(types)) = &mut types.1 {
+                types[4093..].fill(5);
+            }
+        }),
+        150,
+    );
+    for model in [NANO52, PICO] {
+        let model = edited(&Model::read(&golden(model)));
+        matches(&file::run(&subject(model, 1), &Silent).unwrap(), 60);
+    }
+}
+
+#[test]
+fn bisect_lays_no_damage_of_the_file_on_an_operation() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = nano();
+    let stack = "blk.3.ffn_up_exps.weight";
+    data(&mut model, stack)[144 * (256 * 5 + 7)..][..2].copy_from_slice(&[0x00, 0x7e]); // NaN in expert 5
+    let path = model.write(folder.path(), "nan.gguf");
+    let bisect = || {
+        let mut command = lockstep();
+        command.args(["bisect", "-q", "-m"]).arg(&path);
+        command
+    };
+    let found = run(&mut bisect()).exits(1);
+    found.says(stack).says("NAN_IN_FILE").says("matrix 5, row 7").says("DIVERGENT in the file");
+    found.silent_on("ffn.routed");
+    let found: serde_json::Value = serde_json::from_str(&run(bisect().arg("--json")).exits(1).stdout).unwrap();
+    assert_eq!((&found["file"][0]["check"], &found["culprit"]), (&stack.into(), &serde_json::Value::Null));
+    // Its twin is `bisect::without_a_fault_nothing_is_reported`, and this one's own file.
+    nano().write(folder.path(), "nan.gguf");
+    run(&mut bisect()).exits(0).says("No operation diverges");
+}

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::{Attention, CpuBackend, Recipe};
 use lockstep::report::{Progress, Verdict, clean};
-use lockstep::verify::{Subject, weights};
+use lockstep::verify::{Subject, sense, weights};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/goldens/models/glm5-nano-Q4_K_M.gguf");
 
@@ -38,6 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         layers: None,
         target: None,
         seed: 0,
+        sense: sense::Options::default(),
     };
     let report = weights::run(&subject, &Silent)?;
     println!("{}: {} ({} checks)", report.stage, report.verdict().name(), report.made);

@@ -78,6 +78,7 @@ fn gpu_every_stage_passes_at_both_degrees_and_recipes() {
     for recipe in ["strict", "fast"] {
         for tp in ["1", "8"] {
             assert_verified(GLM5_NANO, &named(tp, recipe), &stages);
+            assert_verified(GLM5_NANO, &["sense", "--tp", tp, "--recipe", recipe], &["sense"]);
         }
         assert_verified(NANO52, &named("4", recipe), &stages);
         assert_verified(PICO, &named("2", recipe), &stages);

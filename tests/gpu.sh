@@ -159,7 +159,7 @@ for recipe in strict fast; do
             --recipe $recipe --json
     done
     check nano52-$recipe-tp4 run nano52-$recipe-tp4 150 "$lockstep" verify -m "$nano52" --device cuda:0 --tp 4 \
-        --recipe $recipe --json
+        --recipe $recipe --untrained --json
     check turns-$recipe run turns-$recipe 150 "$lockstep" verify logits -m "$nano" --device cuda:0 --tp 1 \
         --recipe $recipe --asks "$asks" --all --json
 done

@@ -359,6 +359,8 @@ pub enum StageArg {
     Invariants,
     /// KL to the reference over real prompts, greedy text
     Logits,
+    /// Does the file make sense as a language model; would one change make it much better?
+    Sense,
 }
 
 /// What is looked at, by verify, bisect and dump.
@@ -424,6 +426,18 @@ pub struct VerifyArgs {
     /// Chat turns with known answers, a JSON list of {ask, answer}: the stage logits compares the texts with the CPU's
     #[arg(long, value_name = "FILE")]
     pub asks: Option<PathBuf>,
+    /// The weights are random on purpose: the stage sense does not apply
+    #[arg(long)]
+    pub untrained: bool,
+    /// The stage sense tries every repair on every set of texts, also where none is known
+    #[arg(long)]
+    pub thorough: bool,
+    /// The stage sense says how the file would be edited; the file is never changed
+    #[arg(long)]
+    pub repair_plan: bool,
+    /// The stage sense does not compare the metadata with what publishers state
+    #[arg(long)]
+    pub no_published_facts: bool,
     /// Let DRIFT fail
     #[arg(long)]
     pub strict: bool,

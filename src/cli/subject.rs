@@ -15,7 +15,7 @@ use crate::probe::dump;
 use crate::report::{Page, Record, Run};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
-use crate::verify::Subject;
+use crate::verify::{Subject, sense};
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -158,6 +158,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         layers,
         target,
         seed: args.seed,
+        sense: sense::Options::default(),
     })
 }
 

@@ -7,22 +7,21 @@ use super::args::{StageArg, VerifyArgs};
 use super::console::Bar;
 use super::subject::{engines, lists_faults, run_of, subject};
 use super::{CliError, Exit, console, emit, interrupt};
-use crate::checkpoint::Mtp;
+use crate::checkpoint::{Mtp, Standing};
 #[cfg(feature = "cuda")]
 use crate::doctor;
-use crate::model::config::Fact;
 use crate::model::params;
 use crate::report::covered::{Covered, Trusted};
 use crate::report::verification::Verification;
 use crate::report::{Look, Page, Progress, StageReport, Verdict, json};
 #[cfg(feature = "cuda")]
 use crate::verify::kernels::run as kernels;
-use crate::verify::{Subject, VerifyError, activations, asks, file, invariants, logits, tokenizer, weights};
+use crate::verify::{Subject, VerifyError, activations, asks, file, invariants, logits, sense, tokenizer, weights};
 
 type Stage = fn(&Subject, &dyn Progress) -> Result<StageReport, VerifyError>;
 
 /// The stages in order of certainty.
-const STAGES: [(StageArg, &str, Stage); 8] = [
+const STAGES: [(StageArg, &str, Stage); 9] = [
     (StageArg::Host, "host", host),
     (StageArg::File, "file", file::run),
     (StageArg::Tokenizer, "tokenizer", tokenizer::run),
@@ -31,6 +30,7 @@ const STAGES: [(StageArg, &str, Stage); 8] = [
     (StageArg::Activations, "activations", activations::run),
     (StageArg::Invariants, "invariants", invariants::run),
     (StageArg::Logits, "logits", logits::run),
+    (StageArg::Sense, "sense", sense::run),
 ];
 
 #[cfg(feature = "cuda")]
@@ -60,6 +60,12 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if let Some(path) = &args.asks {
         subject.asks = asks::read(path).map_err(|e| CliError::Usage(format!("--asks: {e}")))?;
     }
+    subject.sense = sense::Options {
+        untrained: args.untrained,
+        thorough: args.thorough,
+        plan: args.repair_plan,
+        published: !args.no_published_facts,
+    };
     let (subject, json) = (subject, args.subject.model.json);
     let mut found = Verification {
         run: run_of(&args.subject, &subject),
@@ -127,8 +133,10 @@ fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
     let (c, ran) = (subject.checkpoint.config(), |name| stages.iter().any(|s| s.stage == name));
     let baseline = subject.baseline.as_ref();
     let compared = |stage| baseline.is_some() && ran(stage);
-    let trusted = |f: &Fact| Trusted { name: f.name, value: f.value.clone(), source: f.source.clone() };
-    let metadata = if compared("file") { Vec::new() } else { c.on_trust().map(trusted).collect() };
+    let facts = if compared("file") { Vec::new() } else { subject.checkpoint.facts() };
+    let on_trust = facts.into_iter().filter(|f| matches!(f.standing, Standing::Stated | Standing::Assumed));
+    let metadata =
+        on_trust.map(|f| Trusted { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
     let parameters = if compared("weights") { 0 } else { params::of_trunk(c).len() + params::of_mtp(c).len() };
     Covered {
         baseline: baseline.map(|b| b.name().into()),
@@ -144,6 +152,7 @@ fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
             Mtp::Partial => "not run; incomplete in this file",
             Mtp::Absent => "not run; declared, but not in this file",
         },
+        sense: stages.iter().find(|s| s.stage == "sense").map(|s| s.summary.clone()),
         not_applicable,
     }
 }

@@ -195,6 +195,9 @@ pub trait Device: Send {
     /// The bytes of part `part` of a parameter as the device holds them, unpacked to the file's layout, and the columns that
     /// it stands for, from the ranges that the device multiplies by.
     fn read_weight(&mut self, weight: WeightId, part: usize) -> Result<(Vec<u8>, Columns), DeviceError>;
+    /// Exchanges two parts of parameters, each given as a parameter and the part's number, of the same rows and columns; the
+    /// bytes stay where they are. Never while recording.
+    fn exchange(&mut self, a: (WeightId, usize), b: (WeightId, usize)) -> Result<(), DeviceError>;
     /// Copies the first `n` rows of a view to the host, `[n][heads][width]`: probes and logits only, never while recording.
     fn read(&mut self, view: View, n: usize) -> Result<Vec<f32>, DeviceError>;
     /// Copies values over the first `n` rows of a view.

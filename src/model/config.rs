@@ -1,8 +1,6 @@
 //! The configuration: every number the forward pass and the plan need, each with the key it came from.
 
-use std::collections::BTreeSet;
-
-use super::{glm_dsa, params};
+use super::glm_dsa;
 use crate::gguf::Value;
 
 /// Metadata as keys and values: a GGUF's pairs, or a Hugging Face `config.json` flattened to dotted keys.
@@ -231,16 +229,6 @@ impl Config {
                 Err(ConfigError::Architecture { key, expected, found, bytes })
             }
         }
-    }
-
-    /// The facts that no tensor confirms by its shape, or by being there.
-    pub fn on_trust(&self) -> impl Iterator<Item = &Fact> {
-        const COUNTED: [&str; 7] =
-            ["blocks", "trunk layers", "MTP blocks", "dense layers", "cached key", "cached value", "head width"];
-        let all = params::of_trunk(self).into_iter().chain(params::of_mtp(self));
-        let shapes: BTreeSet<&str> =
-            all.flat_map(|param| param.kind.axes()).flat_map(|axis| axis.iter().copied()).collect();
-        self.facts.iter().filter(move |f| !shapes.contains(f.name) && !COUNTED.contains(&f.name))
     }
 
     /// Width of one query head.

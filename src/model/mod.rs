@@ -5,6 +5,7 @@ pub mod config;
 mod glm_dsa;
 pub mod params;
 pub mod place;
+pub mod published;
 
 pub use config::{Attention, Config, ConfigError, Fact, Gating, Indexer, Metadata, Origin, Stated};
 pub use glm_dsa::{ARCHITECTURE, TIE, key};

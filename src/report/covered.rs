@@ -47,6 +47,8 @@ pub struct Covered {
     pub all_experts: usize,
     /// The block that predicts further tokens.
     pub mtp: &'static str,
+    /// What stage sense could tell of the file itself, where it ran.
+    pub sense: Option<String>,
     /// Stages that could not apply.
     pub not_applicable: Vec<Skipped>,
 }
@@ -92,6 +94,9 @@ impl Covered {
         if !trusted.is_empty() {
             let more = if self.baseline.is_none() { " --baseline compares it." } else { "" };
             page.line(format!("On trust, as nothing in the file checks it: {trusted}.{more}"))?;
+        }
+        if let Some(sense) = &self.sense {
+            page.line(format!("By itself the file says: {sense}."))?;
         }
         page.line(format!("MTP block: {}.", self.mtp))?;
         let skipped: Vec<String> = self.not_applicable.iter().map(|s| format!("{} ({})", s.stage, s.why)).collect();

@@ -2,7 +2,7 @@
 //! converters give them.
 
 use super::values::{Fill, Units};
-use super::{Spec, SynthError, Widths, vocabulary};
+use super::{Spec, SynthError, UNTRAINED, Widths, vocabulary};
 use crate::checkpoint::{Naming, names};
 use crate::gguf::Value;
 use crate::gguf::write::NewTensor;
@@ -34,6 +34,7 @@ pub(super) fn metadata(spec: &Spec) -> Vec<(String, Value)> {
         ("general.name".into(), Value::Str(name)),
         ("general.description".into(), Value::Str("Random weights, for tests and benches".into())),
         ("general.quantization_version".into(), Value::U32(2)),
+        (UNTRAINED.into(), Value::Bool(true)),
     ];
     for (key, value) in [
         ("block_count", spec.layers),

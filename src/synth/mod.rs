@@ -21,6 +21,9 @@ pub use values::makes;
 pub use vocabulary::LEAST_VOCAB;
 pub use write::{Written, write};
 
+/// The key of a GGUF that says that its weights are random on purpose.
+pub const UNTRAINED: &str = "lockstep.untrained";
+
 /// What a layer is wide, and how many experts and tokens there are by default. Widths are in values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the names are those of the configuration

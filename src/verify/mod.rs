@@ -18,6 +18,7 @@ pub mod param_map;
 pub mod patched_weights;
 pub mod reference_run;
 pub mod replay;
+pub mod sense;
 pub mod subject;
 pub mod tokenizer;
 pub mod weights;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::VerifyError;
 use super::asks::Ask;
 use super::feed::{Fed, Feed, Listen, feed};
+use super::sense;
 use crate::checkpoint::Checkpoint;
 use crate::engine::kv::PAGE;
 use crate::engine::{Attention, Engine, EngineError, Engines, Options, Recipe};
@@ -41,6 +42,8 @@ pub struct Subject {
     pub target: Option<Trace>,
     /// Seed of sampled rows and prompts.
     pub seed: u64,
+    /// How the stage `sense` is run.
+    pub sense: sense::Options,
 }
 
 impl Subject {

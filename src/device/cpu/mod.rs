@@ -5,7 +5,7 @@ mod attention;
 pub mod host;
 pub mod matmul;
 mod memory;
-mod ops;
+pub mod ops;
 mod run;
 pub mod simd;
 
@@ -145,6 +145,19 @@ impl Device for CpuDevice {
         let part = self.part(weight, part)?;
         let own = part.first + part.cols.start..part.first + part.cols.end;
         Ok((part.stack.concat(), Columns { own, stored: part.first..part.first + part.covered }))
+    }
+
+    fn exchange(&mut self, a: (WeightId, usize), b: (WeightId, usize)) -> Result<(), DeviceError> {
+        let shape = |part: &Part| (part.stack.len(), part.rows, part.cols.clone(), part.covered);
+        let (of_a, of_b) = (shape(self.part(a.0, a.1)?), shape(self.part(b.0, b.1)?));
+        if of_a != of_b {
+            return Err(self.error(None, format!("parts to exchange: expected {of_a:?} twice, found {of_b:?}")));
+        }
+        match self.weights.get_disjoint_mut([a.0.0, b.0.0]) {
+            Ok([x, y]) => std::mem::swap(&mut x.parts[a.1], &mut y.parts[b.1]),
+            Err(_) => self.weights[a.0.0].parts.swap(a.1, b.1), // two parts of one parameter
+        }
+        Ok(())
     }
 
     fn read(&mut self, view: View, n: usize) -> Result<Vec<f32>, DeviceError> {

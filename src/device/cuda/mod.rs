@@ -36,8 +36,8 @@ use memory::{Arena, Memory, Ring};
 pub(crate) use params::{IndexQueries, Queries, Ranks, RouterArg};
 use profile::Profile;
 use store::{CudaBuf, CudaCache, CudaIndex};
-use weight::CudaWeight;
 pub(crate) use weight::MatrixArg;
+use weight::{CudaWeight, Part};
 
 use super::{
     Batch, Call, Columns, Device, DeviceError, IndexId, Limits, Next, Op, PartSpec, ProgramId, StepShape, Stores, View,
@@ -245,6 +245,20 @@ impl Device for CudaDevice {
     fn read_weight(&mut self, weight: WeightId, part: usize) -> Result<(Vec<u8>, Columns), DeviceError> {
         self.now = None;
         self.unload(weight, part)
+    }
+
+    fn exchange(&mut self, a: (WeightId, usize), b: (WeightId, usize)) -> Done {
+        let part = |(weight, part): (WeightId, usize)| self.weights.get(weight.0).and_then(|w| w.parts.get(part));
+        let shape = |part: &Part| (part.stack, part.rows, part.cols.clone(), part.covered);
+        let (of_a, of_b) = (part(a).map(shape), part(b).map(shape));
+        if of_a.is_none() || of_a != of_b {
+            return Err(self.error(format!("parts to exchange: expected {of_a:?} twice, found {of_b:?}")));
+        }
+        match self.weights.get_disjoint_mut([a.0.0, b.0.0]) {
+            Ok([x, y]) => std::mem::swap(&mut x.parts[a.1], &mut y.parts[b.1]),
+            Err(_) => self.weights[a.0.0].parts.swap(a.1, b.1), // two parts of one parameter
+        }
+        Ok(())
     }
 
     fn read(&mut self, view: View, n: usize) -> Result<Vec<f32>, DeviceError> {

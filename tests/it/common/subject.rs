@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::{Attention, CpuBackend, Engines, Recipe};
 use lockstep::report::{Check, Progress, StageReport, Verdict};
-use lockstep::verify::Subject;
+use lockstep::verify::{Subject, sense};
 
 use super::running::open;
 
@@ -45,6 +45,7 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
         layers: None,
         target: None,
         seed: 0,
+        sense: sense::Options::default(),
     }
 }
 

@@ -51,8 +51,10 @@ pub(super) fn metadata(vocab: usize) -> Vec<(String, Value)> {
     let bytes = ('!'..='~').chain('¡'..='¬').chain('®'..='ÿ').chain('\u{100}'..='\u{143}');
     let mut tokens: Vec<String> = bytes.map(String::from).collect();
     tokens.extend(MERGES.iter().map(|(left, right)| format!("{left}{right}")));
-    tokens.extend((0..first_special.saturating_sub(tokens.len())).map(word));
     let mut types = vec![1; tokens.len()];
+    // No merge makes these, so that no text is cut into them: unused, as the format calls it.
+    tokens.extend((0..first_special.saturating_sub(tokens.len())).map(word));
+    types.resize(tokens.len(), 5);
     for (literals, ty) in [(CONTROL, 3), (USER_DEFINED, 4)] {
         tokens.extend(literals.map(String::from));
         types.extend(literals.map(|_| ty));

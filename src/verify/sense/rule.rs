@@ -135,9 +135,10 @@ mod tests {
         assert!(!names(0.08, 0.06, 8), "too small a gain");
         assert!(!names(7.6, 6.2, 8), "a ruined file that a wrong repair makes a little better");
         assert!(!names(14.8, 6.8, 8), "text that the model does not know");
-        let mut after = nats(0.5, 8);
-        (after[0], after[1]) = (100.0, 100.0);
-        assert!(!scale(8).names(&nats(12.0, 8), &after), "two texts of eight disagree");
+        let (before, mut after) = (nats(3.4, 8), nats(0.5, 8));
+        assert!(scale(8).names(&before, &after));
+        (after[0], after[1]) = (before[0] + 1.0, before[1] + 1.0);
+        assert!(!scale(8).names(&before, &after), "two texts of eight disagree");
     }
 
     #[test]

@@ -243,7 +243,8 @@ damages! {
     "gate and up, 3", |m| ["_exps", "_shexp"].iter().for_each(|of| gate_up(m, 3, of)) => ["gate and up" Some(3)];
     "routed gate and up, 3", |m| gate_up(m, 3, "_exps") => ["gate and up" Some(3)];
     "shared gate and up, 3", |m| gate_up(m, 3, "_shexp") => ["gate and up" Some(3)];
-    "gate and up, 0", |m| gate_up(m, 0, "") => ["gate and up" Some(0)];
+    // One layer is dense, so that this one is all of them.
+    "gate and up, 0", |m| gate_up(m, 0, "") => ["gate and up" ALL];
     "routed up and down, 4", |m| up_down(m, 4, "_exps") => ["up and down" Some(4)];
     "o heads early, 3", |m| cols(m, &blk(3, "attn_output"), HEADS * V, &|i| (i + V) % (HEADS * V))
         => ["heads of attn_output" Some(3)];
@@ -285,7 +286,7 @@ damages! {
         => ["attention and ffn norms" ALL, "router rows" Some(3)];
     "o heads, 3 + gate and up, 0", |m| {
         cols(m, &blk(3, "attn_output"), HEADS * V, &|i| (i + V) % (HEADS * V)); gate_up(m, 0, "") }
-        => ["heads of attn_output" Some(3), "gate and up" Some(0)];
+        => ["heads of attn_output" Some(3), "gate and up" ALL];
     "merges reversed + rope base 1e4", |m| { merges(m, backwards); set(m, "rope.freq_base", Value::F32(1e4)) }
         => ["merges" ALL, "rope base" ALL];
     "q halves, all + eps 1", |m| { LAYERS.for_each(|l| rows(m, &blk(l, "attn_q_b"), LATENT,

@@ -2,9 +2,9 @@
 //! nothing to compare with. The file is the subject, not the engine: faults that were injected into engines are not in it.
 //!
 //! A model that was trained well has some texts by heart: there its loss is next to nothing, and damage shows. Which texts
-//! it knows is found out ([`texts`]). Single changes, each the inverse of something that goes wrong with files
-//! ([`repair`]), are tried on these by altering calls ([`altered`]); one that makes the loss plausible again is named
-//! ([`rule`], [`search`]).
+//! it knows is found out (`texts`). Single changes, each the inverse of something that goes wrong with files
+//! (`repair`), are tried on these by altering calls (`altered`); one that makes the loss plausible again is named
+//! (`rule`, `search`).
 
 mod altered;
 pub mod repair;

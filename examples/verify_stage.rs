@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         layers: None,
         target: None,
         seed: 0,
-        sense: sense::Options::default(),
+        sense: sense::SenseOptions::default(),
     };
     let report = weights::run(&subject, &Silent)?;
     println!("{}: {} ({} checks)", report.stage, report.verdict().name(), report.made);

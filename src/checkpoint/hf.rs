@@ -55,6 +55,7 @@ impl Metadata for Config {
     }
 }
 
+/// A refusal of a file, with what is wrong with it.
 pub(super) fn refuse(path: &Path, problem: impl Into<String>) -> CheckpointError {
     CheckpointError::Hf { path: path.into(), problem: problem.into() }
 }
@@ -136,6 +137,7 @@ impl HfFolder {
     }
 }
 
+/// A JSON file of the folder, whole.
 pub(super) fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
     let text = std::fs::read(path).map_err(|e| refuse(path, e.to_string()))?;
     serde_json::from_slice(&text).map_err(|e| refuse(path, format!("expected JSON, found something else: {e}")))

@@ -17,6 +17,7 @@ pub(super) struct Witness<'a> {
 }
 
 impl<'a> Witness<'a> {
+    /// Asks the tensors of `source`, each name once.
     pub(super) fn new(source: &'a dyn TensorSource) -> Self {
         Witness { source, said: RefCell::default() }
     }

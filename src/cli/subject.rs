@@ -158,7 +158,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         layers,
         target,
         seed: args.seed,
-        sense: sense::Options::default(),
+        sense: sense::SenseOptions::default(),
     })
 }
 

@@ -11,7 +11,7 @@ use crate::checkpoint::{Mtp, Standing};
 #[cfg(feature = "cuda")]
 use crate::doctor;
 use crate::model::params;
-use crate::report::covered::{Covered, Trusted};
+use crate::report::covered::{Covered, OnTrust};
 use crate::report::verification::Verification;
 use crate::report::{Look, Page, Progress, StageReport, Verdict, json};
 #[cfg(feature = "cuda")]
@@ -60,7 +60,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if let Some(path) = &args.asks {
         subject.asks = asks::read(path).map_err(|e| CliError::Usage(format!("--asks: {e}")))?;
     }
-    subject.sense = sense::Options {
+    subject.sense = sense::SenseOptions {
         untrained: args.untrained,
         thorough: args.thorough,
         plan: args.repair_plan,
@@ -136,7 +136,7 @@ fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
     let facts = if compared("file") { Vec::new() } else { subject.checkpoint.facts() };
     let on_trust = facts.into_iter().filter(|f| matches!(f.standing, Standing::Stated | Standing::Assumed));
     let metadata =
-        on_trust.map(|f| Trusted { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
+        on_trust.map(|f| OnTrust { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
     let parameters = if compared("weights") { 0 } else { params::of_trunk(c).len() + params::of_mtp(c).len() };
     Covered {
         baseline: baseline.map(|b| b.name().into()),

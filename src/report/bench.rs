@@ -46,6 +46,7 @@ impl Spread {
 #[derive(Clone, Debug, Serialize)]
 pub struct Speed {
     #[serde(flatten)]
+    /// What ran, and on what.
     pub run: Run,
     pub prefill_tokens_per_second: Spread,
     pub decode_tokens_per_second: Spread,

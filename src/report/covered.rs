@@ -9,7 +9,7 @@ use super::{Page, Reach, StageReport, Verdict};
 
 /// A number of the metadata that no tensor contradicts or confirms.
 #[derive(Clone, Debug, Serialize)]
-pub struct Trusted {
+pub struct OnTrust {
     /// Its name, as `inspect` lists it.
     pub name: &'static str,
     /// Its value.
@@ -33,7 +33,7 @@ pub struct Covered {
     /// The checkpoint that values and metadata were compared with, if they were.
     pub baseline: Option<String>,
     /// Metadata taken on trust; none where a baseline says the same.
-    pub metadata_on_trust: Vec<Trusted>,
+    pub metadata_on_trust: Vec<OnTrust>,
     /// Parameters whose values were taken on trust.
     pub parameters_on_trust: usize,
     /// How far the stages reached.

@@ -24,6 +24,7 @@ pub struct Fact {
     pub name: &'static str,
     pub value: String,
     pub source: String,
+    /// Whether its key states it, or what took over.
     pub origin: &'static str,
 }
 
@@ -87,7 +88,9 @@ pub struct Unreadable {
 /// A tensor in a form that this build cannot read.
 #[derive(Clone, Debug, Serialize)]
 pub struct Unhandled {
+    /// Its name.
     pub tensor: String,
+    /// The form, in words.
     pub form: &'static str,
 }
 
@@ -102,6 +105,7 @@ pub struct Coverage {
     pub wrong_shape: Vec<WrongShape>,
     pub aliases: Vec<Alias>,
     pub unreadable: Vec<Unreadable>,
+    /// Tensors in forms that this build cannot read.
     pub unhandled: Vec<Unhandled>,
 }
 
@@ -129,6 +133,7 @@ pub struct Parameter {
     pub r#type: &'static str,
     pub cut: &'static str,
     pub dequantised_from: Option<&'static str>,
+    /// True for the output matrix where the embedding serves as it.
     pub tied: bool,
     pub bytes: u64,
     pub bytes_per_rank: Vec<u64>,
@@ -169,6 +174,7 @@ pub struct Inspection {
     pub config: Vec<Fact>,
     pub coverage: Coverage,
     pub kv_b: &'static str,
+    /// True where the embedding serves as the output matrix.
     pub tied: bool,
     pub mtp: Mtp,
     pub fused_groups: Vec<Fused>,

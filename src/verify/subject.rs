@@ -43,7 +43,7 @@ pub struct Subject {
     /// Seed of sampled rows and prompts.
     pub seed: u64,
     /// How the stage `sense` is run.
-    pub sense: sense::Options,
+    pub sense: sense::SenseOptions,
 }
 
 impl Subject {

@@ -13,7 +13,7 @@ use lockstep::gguf::value::{Array, Value};
 use lockstep::model::published;
 use lockstep::quant::{QuantType, dequantise};
 use lockstep::report::{Check, StageReport, Verdict};
-use lockstep::verify::sense::Options;
+use lockstep::verify::sense::SenseOptions;
 use lockstep::verify::{Subject, sense};
 
 mod damages;
@@ -124,7 +124,7 @@ fn random_weights_are_unmeasured() {
 
 #[test]
 fn random_weights_that_are_meant_are_not_judged() {
-    let meant = Subject { sense: Options { untrained: true, ..Options::default() }, ..subject(open(PICO)) };
+    let meant = Subject { sense: SenseOptions { untrained: true, ..SenseOptions::default() }, ..subject(open(PICO)) };
     let report = sense::run(&meant, &Silent).unwrap();
     assert_eq!(report.verdict(), Verdict::NotApplicable, "{}", show(&report));
     let marked = Model::read(&golden(GLM5_NANO)).set("lockstep.untrained", Value::Bool(true));

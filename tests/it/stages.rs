@@ -15,6 +15,7 @@ use lockstep::report::{StageReport, Verdict};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
 use lockstep::verify::{Subject, file, tokenizer, weights};
 
+/// A subject of a short prompt.
 pub fn subject(checkpoint: Arc<Checkpoint>, tp: usize) -> Subject {
     over(checkpoint, tp, vec![1, 2, 3], vec![2])
 }
@@ -40,6 +41,7 @@ pub fn data<'a>(model: &'a mut Model, name: &str) -> &'a mut Vec<u8> {
     &mut model.tensors.iter_mut().find(|(t, _)| t.name == name).unwrap().1
 }
 
+/// Names and details of checks that did not match.
 pub fn failures(report: &StageReport) -> Vec<(String, String)> {
     let bad = report.checks.iter().filter(|c| c.verdict > Verdict::Match);
     bad.map(|c| (c.name.clone(), c.detail.clone())).collect()
@@ -55,6 +57,7 @@ pub fn only(report: &StageReport, name: &str, says: &[&str]) {
     }
 }
 
+/// Asserts that everything matched, of at least so many checks.
 pub fn matches(report: &StageReport, least: usize) {
     assert_eq!(report.verdict(), Verdict::Match, "{:#?}", failures(report));
     assert!(report.made >= least, "only {} checks in {}", report.made, report.summary);

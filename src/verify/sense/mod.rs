@@ -21,7 +21,7 @@ use serde_json::{Value as Json, json};
 use self::repair::Repair;
 use self::rule::{Band, Scale};
 use self::scorer::{Deck, Room, Scorer, Text};
-use self::search::{Named, Reach, Search};
+use self::search::{Depth, Named, Search};
 use self::sets::Set;
 use super::{Subject, VerifyError};
 use crate::checkpoint::Checkpoint;
@@ -35,7 +35,7 @@ const STAGE: &str = "sense";
 
 /// How the stage is run.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct SenseOptions {
     /// The weights are random on purpose.
     pub untrained: bool,
     /// More is tried than pays.
@@ -46,9 +46,9 @@ pub struct Options {
     pub published: bool,
 }
 
-impl Default for Options {
+impl Default for SenseOptions {
     fn default() -> Self {
-        Options { untrained: false, thorough: false, plan: false, published: true }
+        SenseOptions { untrained: false, thorough: false, plan: false, published: true }
     }
 }
 
@@ -119,9 +119,9 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
             break;
         }
         let scale = Scale { tokens: h.set.texts.iter().map(Text::scored).collect(), unigram };
-        let reach = Reach { deep: i == 0 || options.thorough || best != Band::None, thorough: options.thorough };
+        let depth = Depth { deep: i == 0 || options.thorough || best != Band::None, thorough: options.thorough };
         let other = merged.iter().flatten().find(|set| set.name == h.set.name).map(|set| &set.texts[..]);
-        let mut search = Search::new(&mut scorer, (&h.set.texts, other), scale, reach, progress)?;
+        let mut search = Search::new(&mut scorer, (&h.set.texts, other), scale, depth, progress)?;
         let base = search.base.clone();
         let found = search.run()?;
         tried += search.tried;
@@ -130,7 +130,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
             checks.extend(named_checks(&named, &base, search.scale(), &h.set, checkpoint, options.plan));
             return Ok(StageReport::new(STAGE, summary, checks));
         }
-        if reach.deep && last.is_none() {
+        if depth.deep && last.is_none() {
             last = search.place()?.map(|(repair, nats)| placed(&repair, &base, &nats, search.scale(), &h.set));
         }
         first.get_or_insert_with(|| (search.scale().clone(), base, h));

@@ -20,7 +20,9 @@ const NO_NUMBER: f64 = 100.0;
 /// Ids of a text, those from `from` on to be predicted.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Text {
+    /// Its token ids.
     pub ids: Vec<u32>,
+    /// The first one that is to be predicted.
     pub from: usize,
 }
 

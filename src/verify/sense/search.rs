@@ -35,7 +35,9 @@ enum Race {
 /// Repairs, and what each text costs with them.
 #[derive(Clone, Debug)]
 pub(super) struct Found {
+    /// The repairs, in the order in which they were found.
     pub repairs: Vec<Repair>,
+    /// Nats that each text costs with all of them.
     pub nats: Vec<f64>,
 }
 
@@ -61,7 +63,7 @@ pub(super) struct Named {
 
 /// How far a search goes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reach {
+pub(super) struct Depth {
     /// Whether layers are repaired one by one, and several repairs tried at once.
     pub deep: bool,
     /// Whether more is tried than pays.
@@ -88,7 +90,7 @@ pub(super) struct Search<'a> {
     /// With merges by ids, where those are others.
     merged: Option<Decks>,
     scale: Scale,
-    reach: Reach,
+    depth: Depth,
     progress: &'a dyn Progress,
     /// What the file costs as it is.
     pub base: Vec<f64>,
@@ -106,14 +108,14 @@ impl<'a> Search<'a> {
         scorer: &'a mut Scorer,
         (texts, merged): (&[Text], Option<&[Text]>),
         scale: Scale,
-        reach: Reach,
+        depth: Depth,
         progress: &'a dyn Progress,
     ) -> Result<Self, EngineError> {
         let base = scorer.nats(&Deck { texts: texts.to_vec() }, &[])?;
         let raced = raced(&base, &scale.tokens);
         let decks = Decks::new(texts.to_vec(), &raced);
         let merged = merged.map(|texts| Decks::new(texts.to_vec(), &raced));
-        Ok(Search { scorer, decks, merged, scale, reach, progress, base, tried: 0, rounds: Vec::new() })
+        Ok(Search { scorer, decks, merged, scale, depth, progress, base, tried: 0, rounds: Vec::new() })
     }
 
     /// The texts' scale.
@@ -137,8 +139,8 @@ impl<'a> Search<'a> {
         let start = Found { repairs: Vec::new(), nats: self.base.clone() };
         let (mut beam, mut best): (_, Option<Found>) = (vec![start], None);
         // Several at once are looked for where the file is far from plausible.
-        let several = self.reach.thorough || self.reach.deep && self.scale.loss(&self.base) > PLAUSIBLE;
-        let (most, beam_width) = if self.reach.thorough { (MOST_THOROUGH, BEAM_THOROUGH) } else { (MOST, BEAM) };
+        let several = self.depth.thorough || self.depth.deep && self.scale.loss(&self.base) > PLAUSIBLE;
+        let (most, beam_width) = if self.depth.thorough { (MOST_THOROUGH, BEAM_THOROUGH) } else { (MOST, BEAM) };
         for _ in 0..most {
             let mut next: Vec<Found> = Vec::new();
             for state in &beam {
@@ -155,7 +157,7 @@ impl<'a> Search<'a> {
             if stands_out {
                 best = next.first().cloned();
             }
-            if stands_out && !self.is_best(&next[0].nats) && self.reach.deep {
+            if stands_out && !self.is_best(&next[0].nats) && self.depth.deep {
                 next.truncate(1);
             } else if !stands_out && best.is_none() && several {
                 let most = (1.0 - CARRIED) * self.scale.loss(&self.base);
@@ -248,7 +250,7 @@ impl<'a> Search<'a> {
             Change::AllKeys | Change::RopeOrder { indexer: true, .. } => sparse,
             _ => true,
         };
-        let whole = Repair::of_model(c, self.reach.thorough).into_iter().filter(possible).collect();
+        let whole = Repair::of_model(c, self.depth.thorough).into_iter().filter(possible).collect();
         let mut raced = self.race(state, whole, Race::Repairs, "repairs of the model")?;
         let mut found = Vec::new();
         let first = raced.first().copied();
@@ -257,7 +259,7 @@ impl<'a> Search<'a> {
             raced.remove(0);
         }
         let done = found.first().is_some_and(|f: &Found| self.is_best(&f.nats));
-        if self.reach.deep && !done {
+        if self.depth.deep && !done {
             let each = (0..layers).flat_map(Repair::of_layer).collect();
             raced.extend(self.race(state, each, Race::Repairs, "repairs of layers")?);
             raced.sort_by(|a, b| a.1.total_cmp(&b.1));
@@ -289,7 +291,7 @@ impl<'a> Search<'a> {
         let base: f64 = nats.iter().sum();
         let most = match kind {
             Race::Skips => base, // as good as nothing counts too
-            Race::Repairs if self.reach.thorough => (1.0 - RACE_THOROUGH) * base,
+            Race::Repairs if self.depth.thorough => (1.0 - RACE_THOROUGH) * base,
             Race::Repairs => (1.0 - RACE) * base,
         };
         let (count, mut raced) = (repairs.len(), Vec::new());

@@ -16,21 +16,27 @@ const INDEX: &str = "model.safetensors.index.json";
 /// A tensor of a folder.
 #[derive(Clone)]
 pub struct Entry {
+    /// Its type, as safetensors names it.
     pub dtype: &'static str,
+    /// Its shape, slowest axis first.
     pub shape: Vec<usize>,
+    /// Its values.
     pub bytes: Vec<u8>,
 }
 
 /// A folder, to be edited and written.
 #[derive(Clone)]
 pub struct Folder {
+    /// config.json.
     pub config: Json,
+    /// Tensors by name.
     pub tensors: BTreeMap<String, Entry>,
     /// File by tensor, as the index says; `None` writes no index.
     pub index: Option<BTreeMap<String, String>>,
 }
 
-const ATTENTION: [(&str, &[usize]); 14] = [
+/// Tensors of every layer.
+pub const ATTENTION: [(&str, &[usize]); 14] = [
     ("input_layernorm.weight", &[32]),
     ("self_attn.q_a_proj.weight", &[32, 32]),
     ("self_attn.q_a_layernorm.weight", &[32]),
@@ -46,9 +52,11 @@ const ATTENTION: [(&str, &[usize]); 14] = [
     ("self_attn.indexer.weights_proj.weight", &[2, 32]),
     ("post_attention_layernorm.weight", &[32]),
 ];
-const DENSE: [(&str, &[usize]); 3] =
+/// Tensors of a dense layer.
+pub const DENSE: [(&str, &[usize]); 3] =
     [("mlp.gate_proj.weight", &[64, 32]), ("mlp.up_proj.weight", &[64, 32]), ("mlp.down_proj.weight", &[32, 64])];
-const GLOBAL: [(&str, &[usize]); 3] =
+/// Tensors outside the layers.
+pub const GLOBAL: [(&str, &[usize]); 3] =
     [("model.embed_tokens.weight", &[64, 32]), ("model.norm.weight", &[32]), ("lm_head.weight", &[64, 32])];
 
 /// The folder without faults.

@@ -45,7 +45,7 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
         layers: None,
         target: None,
         seed: 0,
-        sense: sense::Options::default(),
+        sense: sense::SenseOptions::default(),
     }
 }
 

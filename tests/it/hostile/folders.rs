@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Value as Json, json};
 
 use super::Cases;
+use crate::common::folder::{ATTENTION, DENSE, GLOBAL};
 use crate::common::put;
 
 fn config() -> Json {
@@ -20,31 +21,9 @@ fn config() -> Json {
     })
 }
 
-const LAYER: [(&str, &[usize]); 17] = [
-    ("input_layernorm.weight", &[32]),
-    ("self_attn.q_a_proj.weight", &[32, 32]),
-    ("self_attn.q_a_layernorm.weight", &[32]),
-    ("self_attn.q_b_proj.weight", &[48, 32]),
-    ("self_attn.kv_a_proj_with_mqa.weight", &[40, 32]),
-    ("self_attn.kv_a_layernorm.weight", &[32]),
-    ("self_attn.kv_b_proj.weight", &[64, 32]),
-    ("self_attn.o_proj.weight", &[32, 32]),
-    ("self_attn.indexer.wq_b.weight", &[32, 32]),
-    ("self_attn.indexer.wk.weight", &[16, 32]),
-    ("self_attn.indexer.k_norm.weight", &[16]),
-    ("self_attn.indexer.k_norm.bias", &[16]),
-    ("self_attn.indexer.weights_proj.weight", &[2, 32]),
-    ("post_attention_layernorm.weight", &[32]),
-    ("mlp.gate_proj.weight", &[64, 32]),
-    ("mlp.up_proj.weight", &[64, 32]),
-    ("mlp.down_proj.weight", &[32, 64]),
-];
-const GLOBAL: [(&str, &[usize]); 3] =
-    [("model.embed_tokens.weight", &[64, 32]), ("model.norm.weight", &[32]), ("lm_head.weight", &[64, 32])];
-
 /// The two files of weights, by name.
 fn weights(dtype: &str) -> [(&'static str, Vec<u8>); 2] {
-    let layer = LAYER.iter().map(|(n, s)| (format!("model.layers.0.{n}"), s.to_vec()));
+    let layer = ATTENTION.iter().chain(&DENSE).map(|(n, s)| (format!("model.layers.0.{n}"), s.to_vec()));
     let global = GLOBAL.iter().map(|(n, s)| (n.to_string(), s.to_vec()));
     [("a.safetensors", safetensors(dtype, layer)), ("b.safetensors", safetensors(dtype, global))]
 }

@@ -4,8 +4,11 @@ use super::{Array, Model, QuantType, Value, dequantise};
 
 /// A damage, and family and layer of every repair that undoes it.
 pub struct Damage {
+    /// What it is called in the table.
     pub name: &'static str,
+    /// What it does to the model.
     pub edit: fn(&mut Model),
+    /// Family and layer of each repair.
     pub repairs: &'static [(&'static str, Option<usize>)],
 }
 

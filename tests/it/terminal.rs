@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use serde_json::Value as Json;
 
 use crate::common::schema::violations;
-use crate::common::{GLM5_NANO, Model, Run, golden, lockstep, run, tiny};
+use crate::common::{GLM5_NANO, Model, PICO, Run, golden, lockstep, run, tiny};
 
 fn schema(name: &str) -> Json {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas").join(name).with_extension("json");
@@ -24,11 +24,15 @@ fn follows(name: &str, document: &str) -> Json {
     found
 }
 
-/// `lockstep COMMAND -m glm5-nano ARGS`, where nothing of the environment decides how it looks.
-fn nano(command: &str, args: &[&str]) -> Command {
+/// `lockstep COMMAND -m MODEL ARGS`, where nothing of the environment decides how it looks.
+fn on(model: &str, command: &str, args: &[&str]) -> Command {
     let mut all = plain();
-    all.arg(command).arg("-m").arg(golden(GLM5_NANO)).args(args);
+    all.arg(command).arg("-m").arg(golden(model)).args(args);
     all
+}
+
+fn nano(command: &str, args: &[&str]) -> Command {
+    on(GLM5_NANO, command, args)
 }
 
 fn plain() -> Command {
@@ -174,8 +178,8 @@ fn tables_hold_from_60_columns_on() {
         &["bisect", "--layers", "1", "--tp", "2", "--inject", "REDUCE_MISSED@layers.1.attn.out:rank=1"],
     ];
     for args in commands {
-        for columns in [60, 80, 100, 120] {
-            let run = run(nano(args[0], &args[1..]).env("COLUMNS", columns.to_string()));
+        for columns in [60, 80, 120] {
+            let run = run(on(PICO, args[0], &args[1..]).env("COLUMNS", columns.to_string()));
             assert!(run.stdout.lines().count() > 5);
             for line in run.stdout.lines() {
                 let width = line.chars().count();

@@ -58,6 +58,26 @@ impl Trace {
         self.each(|_, captured| wanted(captured.place).then(|| captured.clone()))
     }
 
+    /// Puts other values into some rows of a place: `row` gives those of a rank at the number of a row within `rows`.
+    /// `None`, with some of them there, where they do not fit into what is captured.
+    pub(crate) fn set_rows(
+        &mut self,
+        place: Place,
+        rows: &[usize],
+        row: &dyn Fn(usize, usize) -> Vec<f32>,
+    ) -> Option<()> {
+        for (rank, held) in self.held.iter_mut().enumerate() {
+            let captured = held.get_mut(&place)?;
+            let (width, Values::F32(values)) = (captured.row_len(), &mut captured.values) else { return None };
+            for (i, at) in rows.iter().enumerate() {
+                let new = row(rank, i);
+                let old = values.get_mut(at * width..(at + 1) * width).filter(|old| old.len() == new.len())?;
+                old.copy_from_slice(&new);
+            }
+        }
+        Some(())
+    }
+
     /// Some of the captures, as if `ranks` had nothing to add: what they hold of sharded and partial points is zeros.
     pub fn without(&self, ranks: &[usize], places: &[Place]) -> Trace {
         self.each(|rank, captured| {

@@ -7,6 +7,7 @@ use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions};
 
 use super::choice::row_of;
 use super::feed::{Feed, Listen, feed};
+use super::misreported::Misreported;
 use super::op::{OpFinding, judge_op};
 use super::param_map::recipe_of;
 use super::reference_run::own_eps;
@@ -151,6 +152,7 @@ fn judge_by(
     let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
     let weights = &ModelWeights::new(&raw, config);
     let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
+    let mut misreported = Misreported::default();
     for_traces(subject, &mut |traces, shows| {
         let options = RefOptions { dense: traces[0].attention == Attention::Dense, mtp: false };
         let orders = Arith::orders(recipe_of(recipe), traces[0].tp);
@@ -160,7 +162,10 @@ fn judge_by(
         for place in places.iter().filter_map(|name| name.parse().ok()).filter(|place| shows(*place)) {
             let layer = place.layer().map_or(0, |l| l + 1);
             progress.at("layers replayed", layer, config.layers);
-            let (finding, trace) = judge_runs(&judge, traces, place, subject)?;
+            let (mut finding, trace) = judge_runs(&judge, traces, place, subject)?;
+            if subject.target.is_some() {
+                finding = misreported.next(&judge, trace, finding, subject)?;
+            }
             each(&judge, finding, trace)?;
         }
         Ok(())

@@ -13,6 +13,7 @@ pub mod invariants;
 #[cfg(feature = "cuda")]
 pub mod kernels;
 pub mod logits;
+mod misreported;
 pub mod op;
 pub mod param_map;
 pub mod patched_weights;

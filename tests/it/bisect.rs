@@ -26,8 +26,7 @@ fn target(checkpoint: &Checkpoint, tp: usize) -> Target<'_> {
 
 fn faulty(typed: &str, tp: usize) -> Box<dyn Engines> {
     let mut faults = Decorations::default();
-    inject(&target(&open(PICO), tp), &Injection::parse(typed).expect("a fault"), &mut faults)
-        .expect("a valid site");
+    inject(&target(&open(PICO), tp), &Injection::parse(typed).expect("a fault"), &mut faults).expect("a valid site");
     Box::new(FaultyEngines(CpuBackend::default(), faults))
 }
 
@@ -182,10 +181,7 @@ fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
 #[test]
 fn one_rank_has_nothing_to_miss() {
     assert!(
-        CATALOGUE
-            .iter()
-            .filter(|f| f.kind == "REDUCE_MISSED")
-            .all(|f| (f.sites)(&target(&open(PICO), 1)).is_empty())
+        CATALOGUE.iter().filter(|f| f.kind == "REDUCE_MISSED").all(|f| (f.sites)(&target(&open(PICO), 1)).is_empty())
     );
 }
 

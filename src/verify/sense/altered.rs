@@ -26,8 +26,8 @@ enum Extra {
     Vector(BufId, usize, f32, f32),
     /// Two parts are exchanged, for this call.
     Exchange(Part, Part),
-    /// In place of the call: products with every matrix of a stack, each read as its own transpose.
-    Transposed(WeightId, QuantType, View, View),
+    /// Afterwards, products with every matrix of a part, each read as its own transpose, stand here.
+    Transposed(Part, QuantType, View, View),
     /// In place of the call: weights of the chosen experts with the correction bias in them.
     Biased { logits: View, bias: BufId, ids: IndexId, router: Router, out: View },
     /// In place of the call: so many experts per token, in as many rounds as it takes. Numbers of the calls that choose,
@@ -102,10 +102,6 @@ impl Altered {
                     vectors.push((view, own));
                 }
                 Extra::Exchange(a, b) => device.exchange(*a, *b)?,
-                Extra::Transposed(w, ty, x, out) => {
-                    transposed(device, *w, *ty, *x, *out, n)?;
-                    replaced = true;
-                }
                 Extra::Biased { logits, bias, ids, router, out } => {
                     biased(device, (*logits, *bias, *ids, *out), router, n)?;
                     replaced = true;
@@ -116,7 +112,7 @@ impl Altered {
                     experts(device, *used, &calls, n, run)?;
                     replaced = true;
                 }
-                Extra::After(..) | Extra::Zero(_) => {}
+                Extra::After(..) | Extra::Zero(_) | Extra::Transposed(..) => {}
             }
         }
         if !replaced {
@@ -126,6 +122,7 @@ impl Altered {
             match extra {
                 Extra::After(view, places) => reorder(device, *view, n, places)?,
                 Extra::Zero(view) => device.write(*view, n, &vec![0.0; n * view.len()])?,
+                Extra::Transposed(part, ty, x, out) => transposed(device, *part, *ty, *x, *out, n)?,
                 Extra::Exchange(a, b) => device.exchange(*a, *b)?,
                 _ => {}
             }
@@ -145,14 +142,14 @@ fn reorder(device: &mut dyn Device, view: View, n: usize, places: &[usize]) -> R
 /// Products of every head with its matrix of the stack, whose values lie in the order of its transpose.
 fn transposed(
     device: &mut dyn Device,
-    w: WeightId,
+    (w, part): Part,
     ty: QuantType,
     x: View,
     out: View,
     n: usize,
 ) -> Result<(), DeviceError> {
     let (heads, cols, rows) = (x.heads, x.width, out.width);
-    let bytes = device.read_weight(w, 0)?.0;
+    let bytes = device.read_weight(w, part)?.0;
     let mut values = vec![0.0; heads * rows * cols];
     dequantise(ty, &bytes, &mut values).map_err(|e| DeviceError::Failed {
         rank: 0,
@@ -438,12 +435,19 @@ impl Writer<'_> {
             (Change::RouterRows(shuffle), Point::RouterLogits) => {
                 self.extra(at, Extra::After(out, shuffle.places(experts, 1)))
             }
-            (Change::KbTransposed, Point::QAbsorbed) => {
-                let param = Param { layer: call.at.layer(), kind: Kind::KB };
-                self.checkpoint.type_of(param).is_ok_and(|ty| self.extra(at, Extra::Transposed(w, ty, x, out)))
+            (Change::KbTransposed, Point::QAbsorbed) => self.transposed(at, call, Kind::KB, ((w, 0), x, out)),
+            // Other shapes say which way they lie.
+            (Change::QaTransposed, Point::QA) if q_lora == c.hidden => {
+                self.transposed(at, call, Kind::QA, ((w, 0), x, cols(0, q_lora)))
             }
             _ => false,
         }
+    }
+
+    /// The products of a part, read as its transpose.
+    fn transposed(&mut self, at: usize, call: &Call, kind: Kind, (part, x, out): (Part, View, View)) -> bool {
+        let ty = self.checkpoint.type_of(Param { layer: call.at.layer(), kind });
+        ty.is_ok_and(|ty| self.extra(at, Extra::Transposed(part, ty, x, out)))
     }
 
     /// How experts are chosen and weighed.

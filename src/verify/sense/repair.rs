@@ -143,6 +143,8 @@ pub enum Change {
     NormOffset(f32),
     /// k_b is stored untransposed.
     KbTransposed,
+    /// q_a is stored transposed, which a square one does not show.
+    QaTransposed,
     /// Heads in the output projection's columns.
     OutputHeads(Shuffle),
     /// Heads in the query projection's rows.
@@ -231,6 +233,7 @@ impl Repair {
             Change::LatentNorms => "latent norms",
             Change::NormOffset(_) => "norm offset",
             Change::KbTransposed => "k_b layout",
+            Change::QaTransposed => "q_a layout",
             Change::OutputHeads(_) => "heads of attn_output",
             Change::QueryHeads(_) => "heads of q_b",
             Change::RouterRows(_) => "router rows",
@@ -279,6 +282,7 @@ impl Repair {
             Change::NormOffset(off) if off > 0.0 => format!("weights of norms are too small by 1{of}"),
             Change::NormOffset(_) => format!("weights of norms are too large by 1{of}"),
             Change::KbTransposed => format!("k_b stored untransposed{of}"),
+            Change::QaTransposed => format!("q_a stored transposed{of}"),
             Change::OutputHeads(shuffle) => format!("heads in the columns of attn_output {}{of}", shuffle.words()),
             Change::QueryHeads(shuffle) => format!("heads in the rows of q_b {}{of}", shuffle.words()),
             Change::RouterRows(shuffle) => format!("rows of the router {}{of}", shuffle.words()),
@@ -360,6 +364,7 @@ impl Repair {
                 format!("add {off} to every weight of {}, and of all other norms", list(tensors(&[Kind::AttnNorm])))
             }
             Change::KbTransposed => reorder(Kind::KB, "transpose every head's matrix"),
+            Change::QaTransposed => reorder(Kind::QA, "transpose the matrix"),
             Change::OutputHeads(s) => reorder(Kind::AttnOutput, &shuffled("the heads' columns", s)),
             Change::QueryHeads(s) => reorder(Kind::QB, &shuffled("the heads' rows", s)),
             Change::RouterRows(s) => reorder(Kind::Router, &shuffled("the experts' rows", s)),
@@ -380,7 +385,8 @@ fn data() -> impl Iterator<Item = Change> {
         .into_iter()
         .chain(Ffn::ALL.map(Change::UpDown))
         .chain([true, false].map(|halves| Change::RopeOrder { halves, indexer: false }))
-        .chain([Change::QkvOrder, Change::BlockNorms, Change::LatentNorms, Change::KbTransposed])
+        .chain([Change::QkvOrder, Change::BlockNorms, Change::LatentNorms])
+        .chain([Change::KbTransposed, Change::QaTransposed])
         .chain([1.0, -1.0].map(Change::NormOffset))
         .chain(Shuffle::ALL.map(Change::OutputHeads))
         .chain(Shuffle::ALL.map(Change::QueryHeads))

@@ -41,6 +41,14 @@ fn values(model: &mut Model, name: &str, edit: &dyn Fn(&mut Vec<f32>)) {
     *data = all.iter().flat_map(|v| v.to_le_bytes()).collect();
 }
 
+/// Transposes a square matrix.
+fn transpose(model: &mut Model, name: &str) {
+    values(model, name, &|all| {
+        let old = all.clone();
+        all.iter_mut().enumerate().for_each(|(i, v)| *v = old[i % HIDDEN * HIDDEN + i / HIDDEN]);
+    });
+}
+
 /// Gives two tensors each other's data.
 fn exchange(model: &mut Model, a: &str, b: &str) {
     let at = |name: &str| model.tensors.iter().position(|(t, _)| t.name == name).unwrap_or_else(|| panic!("{name}"));
@@ -217,6 +225,7 @@ damages! {
     "norms - 1, all", |m| norms(m, LAYERS, -1.0) => ["norm offset" ALL];
     "norms + 1, all", |m| norms(m, LAYERS, 1.0) => ["norm offset" ALL];
     "k_b untransposed, all", |m| LAYERS.for_each(|l| k_b(m, l)) => ["k_b layout" ALL];
+    "q_a transposed, all", |m| LAYERS.for_each(|l| transpose(m, &blk(l, "attn_q_a"))) => ["q_a layout" ALL];
     "o heads interleaved, all", |m| LAYERS.for_each(|l| cols(m, &blk(l, "attn_output"), HEADS * V,
         &|i| i % HEADS * V + i / HEADS)) => ["heads of attn_output" ALL];
     "o heads early, all", |m| LAYERS.for_each(|l| cols(m, &blk(l, "attn_output"), HEADS * V,
@@ -260,6 +269,7 @@ damages! {
         => ["latent norms" Some(3)];
     "block norms, 2", |m| exchange(m, &blk(2, "attn_norm"), &blk(2, "ffn_norm"))
         => ["attention and ffn norms" Some(2)];
+    "q_a transposed, 1", |m| transpose(m, &blk(1, "attn_q_a")) => ["q_a layout" Some(1)];
     "k_b untransposed, 2", |m| k_b(m, 2) => ["k_b layout" Some(2)];
     "rope rows as halves, 2", |m| rope_rows(m, 2) => ["rope order" Some(2)];
     "norms - 1, 3", |m| norms(m, 3..4, -1.0) => ["norm offset" Some(3)];

@@ -65,7 +65,8 @@ extern "C" __global__ void commit(const Choice *pairs, int ranks, int pair_row, 
             id[r] = max(top.id, 0);
             position[r] = position[r] + 1;
         }
-        tokens[(i64)(*step % ring) * n + r] = active ? max(top.id, 0) : -1;
+        // -2 tells the host that no logit was a number; the step that is already behind runs on some id.
+        tokens[(i64)(*step % ring) * n + r] = !active ? -1 : top.id < 0 ? -2 : top.id;
     }
     __syncthreads();
     if (threadIdx.x == 0) *step = *step + 1;

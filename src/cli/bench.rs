@@ -133,7 +133,7 @@ fn measure(engine: &mut Engine, prompt: &[u32], steps: usize, clocks: &[Clock]) 
     let take = |wall| Phase { wall, ranks: clocks.iter().map(|c| c.take()).collect() };
     take(Duration::ZERO); // what came before does not count
     let mut scheduler = Scheduler::default();
-    let request = Request { prompt: prompt.to_vec(), most: steps + 1, stop: Vec::new(), sampling: Sampling::default() };
+    let request = Request::plain(prompt.to_vec(), steps + 1, Vec::new(), Sampling::default());
     let start = Instant::now();
     scheduler.add(engine, request)?;
     while scheduler.step(engine)?.is_empty() {}

@@ -45,7 +45,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         seed: args.seed,
     };
     let stop = stops.ids.iter().map(|s| s.id).collect();
-    let request = Request { prompt, most: args.max_tokens, stop, sampling };
+    let request = Request::plain(prompt, args.max_tokens, stop, sampling);
     let mut stream = tokenizer.stream();
     let (mut text, mut ids) = (String::new(), Vec::new());
     let (mut written, mut first) = (Ok(()), None);
@@ -73,6 +73,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliE
         finish: match finish {
             Finish::Stop => "stop",
             Finish::Length => "length",
+            Finish::Failed => "failed",
         },
         prompt_tokens,
         attention: engine.options().attention.name(),

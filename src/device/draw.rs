@@ -1,5 +1,8 @@
 //! How a device chooses a next token from its own part of the vocabulary.
 
+/// The id that a device posts for a row none of whose logits is a number.
+pub const NO_NUMBER: u32 = u32::MAX - 1;
+
 /// A choice without filters: the largest of `logit / temperature` plus Gumbel noise of its own for every token (Maddison,
 /// Tarlow and Minka 2014), which follows the softmax. It needs no sum over the vocabulary, so ranks choose among their
 /// own tokens and compare.

@@ -6,9 +6,11 @@
 
 pub mod arch;
 pub mod backend;
+pub mod chooser;
 pub mod generate;
 pub mod kv;
 mod limits;
+pub mod prefix;
 mod rank;
 pub mod sampler;
 pub mod scheduler;
@@ -56,6 +58,8 @@ pub enum EngineError {
     RankGone { rank: usize },
     #[error("a thread for rank {rank} could not be started: {source}")]
     Thread { rank: usize, source: std::io::Error },
+    #[error("sequence {sequence}: no logit behind token {position} is a number")]
+    NoNumbers { sequence: u64, position: usize },
     #[error("{0}")]
     Refused(String),
 }

@@ -120,7 +120,7 @@ fn answers(engine: &mut Engine, prompts: &[Vec<u32>], stop: &[u32]) -> Result<Ve
     let mut places = HashMap::new();
     for (i, prompt) in prompts.iter().enumerate() {
         let (prompt, stop) = (prompt.clone(), stop.to_vec());
-        let number = scheduler.add(engine, Request { prompt, most: MOST, stop, sampling: Sampling::default() })?;
+        let number = scheduler.add(engine, Request::plain(prompt, MOST, stop, Sampling::default()))?;
         places.insert(number, i);
     }
     let mut answers = vec![Vec::new(); prompts.len()];

@@ -24,7 +24,7 @@ enum Then {
 /// A prompt of its own for each number, and how many tokens are to follow.
 fn request(number: usize, most: usize, stop: &[u32]) -> Request {
     let prompt = (0..3 + 5 * number as u32).map(|i| 100 + 37 * i + number as u32).collect();
-    Request { prompt, most, stop: stop.to_vec(), sampling: Sampling::default() }
+    Request::plain(prompt, most, stop.to_vec(), Sampling::default())
 }
 
 /// What came of requests, and for how many rows a device chose.
@@ -142,7 +142,7 @@ fn a_sequence_runs_to_the_end_of_its_context() {
     let checkpoint = open(GLM5_NANO);
     let context = checkpoint.config().context.min(4096);
     let prompt = (0..context as u32 - 6).map(|i| 50 + i % 3000).collect();
-    let request = Request { prompt, most: usize::MAX, stop: Vec::new(), sampling: Sampling::default() };
+    let request = Request::plain(prompt, usize::MAX, Vec::new(), Sampling::default());
     let texts = assert_same(&[request], 1, &[], &[]).texts;
     assert_eq!((texts[&0].0.len(), texts[&0].1), (6, Some(Finish::Length)));
 }

@@ -24,6 +24,7 @@ mod program;
 mod quantvec;
 mod recall;
 mod recipes;
+mod scheduler;
 mod sense;
 mod stages;
 mod synth;

@@ -145,7 +145,7 @@ fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<Bat
                 let mut prompt = ids.to_vec();
                 let shift = i % ids.len();
                 prompt.rotate_left(shift); // other tokens, so other experts
-                let request = Request { prompt, most, stop: Vec::new(), sampling: Sampling::default() };
+                let request = Request::plain(prompt, most, Vec::new(), Sampling::default());
                 scheduler.add(engine, request)?;
             }
             // The clock starts when every prompt is behind its first token.

@@ -13,6 +13,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use self::memory::{Aligned, CpuBuf, CpuCache, CpuIndex, CpuWeight, Part};
+use super::draw::NO_NUMBER;
 use super::{
     Batch, BufRows, Call, Columns, Device, DeviceError, IndexId, Limits, PartSpec, ProgramId, Rows, StepShape, Stores,
     View, WeightId,
@@ -35,6 +36,8 @@ pub struct CpuDevice {
     choices: Vec<Vec<(f32, u32)>>,
     /// Tokens of steps that were given ahead and not taken yet.
     posts: VecDeque<Vec<u32>>,
+    /// Rows of the step that is running none of whose logits is a number.
+    numberless: Vec<usize>,
     /// cos and sin of every position so far, per pair, for the base they were made for.
     rope: ops::RopeTable,
     /// Activations as wide as stored columns, zero outside the rank's own.
@@ -65,6 +68,7 @@ impl CpuDevice {
             inputs: Batch::default(),
             choices: Vec::new(),
             posts: VecDeque::new(),
+            numberless: Vec::new(),
             rope: ops::RopeTable::default(),
             padded: Vec::new(),
             experts: Vec::new(),
@@ -205,7 +209,9 @@ impl Device for CpuDevice {
 
     fn end(&mut self, shape: StepShape, _: ProgramId) -> Result<(), DeviceError> {
         if shape.ahead && self.rank == 0 {
-            self.posts.push_back(self.inputs.tokens.iter().map(|t| t.id).collect());
+            let mut ids: Vec<u32> = self.inputs.tokens.iter().map(|t| t.id).collect();
+            self.numberless.drain(..).for_each(|row| ids[row] = NO_NUMBER);
+            self.posts.push_back(ids);
         }
         Ok(())
     }

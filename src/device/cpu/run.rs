@@ -351,10 +351,13 @@ impl CpuDevice {
 
     /// The largest key of all ranks' becomes the next token; ties go to the lowest id.
     fn commit(&mut self, n: usize) -> Done {
+        self.numberless.clear();
         for (t, token) in self.inputs.tokens.iter_mut().take(n).enumerate() {
             let all = self.choices.iter().filter_map(|of| of.get(t).copied());
             let choice = all.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
-            token.id = choice.map_or(0, |(_, id)| if id == u32::MAX { 0 } else { id });
+            let id = choice.map(|(_, id)| id).filter(|id| *id != u32::MAX);
+            self.numberless.extend(id.is_none().then_some(t));
+            token.id = id.unwrap_or(0); // the step behind this one runs on some id
             token.position += 1;
         }
         Ok(())

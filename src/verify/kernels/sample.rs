@@ -7,6 +7,7 @@ use super::lab::{Lab, View, given};
 use super::random::Random;
 use crate::device::Draw;
 use crate::device::cuda::gpu::GpuError;
+use crate::device::draw::NO_NUMBER;
 use crate::report::Check;
 
 /// Both kernels.
@@ -93,7 +94,7 @@ fn commit(lab: &Lab<'_>, case: &mut Case) -> Result<(), GpuError> {
             }
             new_ids[t] = top.1.max(0);
             new_positions[t] += 1;
-            chosen[t] = top.1.max(0);
+            chosen[t] = if top.1 < 0 { NO_NUMBER as i32 } else { top.1 };
         }
         let place = step as usize % ring * n;
         let slots: Vec<usize> = (place..place + n).collect();

@@ -133,7 +133,7 @@ fn continued(
     let mut generated = Vec::new();
     if more > 0 {
         let sampling = Sampling::default();
-        let request = Request { prompt: prompt.clone(), most: more, stop: Vec::new(), sampling };
+        let request = Request::plain(prompt.clone(), more, Vec::new(), sampling);
         generate(engine, request, &mut |id| generated.push(id))?;
     }
     let run = fed(engine, name, &prompt, generated)?;

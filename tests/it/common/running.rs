@@ -29,7 +29,7 @@ pub fn engine(checkpoint: &Arc<Checkpoint>, tp: usize, sequences: usize) -> Engi
 
 /// A greedy request.
 pub fn greedy(prompt: &[u32], most: usize, stop: &[u32]) -> Request {
-    Request { prompt: prompt.to_vec(), most, stop: stop.to_vec(), sampling: Sampling::default() }
+    Request::plain(prompt.to_vec(), most, stop.to_vec(), Sampling::default())
 }
 
 /// Runs requests together to their ends: the tokens of each, stop ids included.

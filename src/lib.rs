@@ -15,6 +15,7 @@ pub mod partial;
 pub mod probe;
 pub mod quant;
 pub mod report;
+pub mod serve;
 pub mod shard;
 pub mod synth;
 pub mod tokenize;

@@ -12,7 +12,7 @@ const LAYERS: [&[&str]; 10] = [
     &["checkpoint"],
     &["shard", "probe", "device", "synth"],
     &["engine"],
-    &["faults"],
+    &["faults", "serve"],
     &["doctor", "verify"],
     &["diagnose"],
     &["cli"],

@@ -105,10 +105,11 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let mut scorer = Scorer::new(subject, room)?;
     let mut heard = hear(&mut scorer, sets, unigram, progress)?;
     checks.extend(heard.iter().map(|h| h.check(unigram)));
+    checks.extend(asking(&heard));
     // The set that the model knows best comes first.
     heard.sort_by(|a, b| {
-        let by_heart = (a.band, b.band) == (Band::Plausible, Band::Plausible);
-        a.band.cmp(&b.band).then(if by_heart { a.loss.total_cmp(&b.loss) } else { Ordering::Equal })
+        let known = (a.band, b.band) != (Band::None, Band::None);
+        a.band.cmp(&b.band).then(if known { a.loss.total_cmp(&b.loss) } else { Ordering::Equal })
     });
     let best = heard.first().map_or(Band::None, |h| h.band);
     let (mut tried, mut first, mut last) = (0, None, None);
@@ -159,6 +160,20 @@ fn hear(scorer: &mut Scorer, sets: Vec<Set>, unigram: f64, progress: &dyn Progre
         heard.push(Heard { set, loss, shuffled, band: rule::band(loss, shuffled, unigram) });
     }
     Ok(heard)
+}
+
+/// Whether what is known in a line is known when it is asked for: else turns are not as the model learned them.
+fn asking(heard: &[Heard]) -> Option<Check> {
+    let pairs = heard.iter().flat_map(|asked| heard.iter().map(move |line| (asked, line)));
+    let mut pairs = pairs.filter(|(asked, line)| asked.set.asked && !line.set.asked && asked.set.kind == line.set.kind);
+    let (asked, line) = pairs.find(|(asked, line)| rule::lost_when_asked(line.loss, asked.loss))?;
+    let detail = format!(
+        "{} cost {:.3} nats a token in a line and {:.2} where they are asked for: the chat template makes other turns than \
+         the model learned, or it never learned any. Overturned by the publisher's own template",
+        line.set.kind, line.loss, asked.loss
+    );
+    let data = json!({ "kind": line.set.kind, "in_a_line": line.loss, "asked": asked.loss });
+    Some(Check::new("chat turns", Verdict::Drift, detail).with(data))
 }
 
 /// A text with the tokens of its answer in another order.

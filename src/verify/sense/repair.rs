@@ -262,7 +262,7 @@ impl Repair {
                     false => format!("{whose} were brought from halves to pairs once too often{of}"),
                 }
             }
-            Change::AllKeys => "attention over all keys: the indexer chooses wrongly".into(),
+            Change::AllKeys => "attention over all keys: the indexer chooses wrongly, or too few (top-k)".into(),
             Change::ExpertScale(scale) => format!("expert scale {scale}"),
             Change::ExpertsUsed(used) => format!("{used} experts per token"),
             Change::Gating(gating) => format!("gating {}", gating.name()),

@@ -17,8 +17,15 @@ const LEAST_MARGIN: f64 = 2.0;
 const LEAST_APART: f64 = 0.02;
 /// A set counts where its loss is at most this share of the shuffled one.
 const MOST_OF_SHUFFLED: f64 = 0.5;
-/// A loss that a model has on text that it knows.
-pub(super) const PLAUSIBLE: f64 = 1.0;
+/// A loss that a model has on text that it knows, in nats per token: ln(10 / 7), as of tokens that get seven tenths each. Damage of one layer of a model that has a
+/// text by heart already costs 0.4 to 0.9, and other words come out.
+pub(super) const PLAUSIBLE: f64 = 0.3567;
+/// A set that is asked must cost less than so many times what it costs in a line, where it is known by heart.
+const MOST_TO_ASK: f64 = 4.0;
+/// What a repair may leave of the loss without the half of a layer that matters least.
+pub(super) const LEAST_OVER_SKIP: f64 = 0.5;
+/// A repair that gains so much of the loss leaves no better one to look for.
+const ALL: f64 = 0.95;
 /// Leaving half a layer out must gain this share of the loss.
 const LEAST_OF_SKIP: f64 = 0.05;
 
@@ -65,6 +72,11 @@ impl Scale {
             && left <= MOST_LEFT * self.unigram
     }
 
+    /// True if a change gains nearly all that there is.
+    pub(super) fn is_all(&self, before: &[f64], after: &[f64]) -> bool {
+        self.loss(after) <= (1.0 - ALL) * self.loss(before)
+    }
+
     /// True if `after` cannot be told from a better one.
     pub(super) fn alike(&self, best: &[f64], after: &[f64]) -> bool {
         let apart = self.loss(after) - self.loss(best);
@@ -105,6 +117,11 @@ pub(super) fn band(loss: f64, shuffled: f64, unigram: f64) -> Band {
     }
 }
 
+/// True if texts that are known in a line are lost where they are asked for.
+pub(super) fn lost_when_asked(in_a_line: f64, asked: f64) -> bool {
+    in_a_line <= PLAUSIBLE && asked > PLAUSIBLE && asked > MOST_TO_ASK * in_a_line
+}
+
 /// Nats per token of a model that only counts tokens: every token by its share of all others, with half a token for each
 /// that was not seen.
 pub(super) fn unigram(ids: &[u32], vocab: usize) -> f64 {
@@ -135,7 +152,7 @@ mod tests {
         assert!(!names(0.08, 0.06, 8), "too small a gain");
         assert!(!names(7.6, 6.2, 8), "a ruined file that a wrong repair makes a little better");
         assert!(!names(14.8, 6.8, 8), "text that the model does not know");
-        let (before, mut after) = (nats(3.4, 8), nats(0.5, 8));
+        let (before, mut after) = (nats(3.4, 8), nats(0.3, 8));
         assert!(scale(8).names(&before, &after));
         (after[0], after[1]) = (before[0] + 1.0, before[1] + 1.0);
         assert!(!scale(8).names(&before, &after), "two texts of eight disagree");
@@ -158,6 +175,12 @@ mod tests {
         assert_eq!(band(9.3, 9.4, 6.4), Band::None, "random weights");
         assert_eq!(band(14.8, 24.0, 7.5), Band::None, "text that it never saw");
         assert_eq!(band(f64::INFINITY, f64::INFINITY, 6.4), Band::None);
+    }
+
+    #[test]
+    fn turns_are_judged_where_lines_are_known() {
+        assert!(lost_when_asked(0.3, 1.3) && !lost_when_asked(0.3, 1.1) && !lost_when_asked(0.02, 0.3));
+        assert!(!lost_when_asked(0.6, 2.9), "not known either way");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! next is looked for. A repair of a layer shares what stands below it.
 
 use super::repair::{Change, Half, Repair};
-use super::rule::{LEAST_GAIN, PLAUSIBLE, Scale};
+use super::rule::{LEAST_GAIN, LEAST_OVER_SKIP, PLAUSIBLE, Scale};
 use super::scorer::{Deck, Scorer, Text};
 use crate::engine::EngineError;
 use crate::report::Progress;
@@ -97,6 +97,8 @@ pub(super) struct Search<'a> {
     /// Repairs that were tried.
     pub tried: usize,
     rounds: Vec<(Vec<Repair>, Vec<Found>)>,
+    /// What was left out, once that was tried.
+    left_out: Option<Vec<(Repair, Vec<f64>)>>,
 }
 
 impl<'a> Search<'a> {
@@ -115,7 +117,7 @@ impl<'a> Search<'a> {
         let raced = raced(&base, &scale.tokens);
         let decks = Decks::new(texts.to_vec(), &raced);
         let merged = merged.map(|texts| Decks::new(texts.to_vec(), &raced));
-        Ok(Search { scorer, decks, merged, scale, depth, progress, base, tried: 0, rounds: Vec::new() })
+        Ok(Search { scorer, decks, merged, scale, depth, progress, base, tried: 0, rounds: Vec::new(), left_out: None })
     }
 
     /// The texts' scale.
@@ -168,7 +170,12 @@ impl<'a> Search<'a> {
             }
             beam = next;
         }
-        best.map_or(Ok(None), |best| self.named(best))
+        let Some(best) = best else { return Ok(None) };
+        // What only dampens a harmful part is no repair: leaving the part out does better.
+        if !self.scale.is_all(&self.base, &best.nats) && !self.beats_leaving_out(&best.nats)? {
+            return Ok(None);
+        }
+        self.named(best)
     }
 
     /// What is to be said of a set of repairs: each by what it gains given the others. One that gains too little is left
@@ -202,23 +209,45 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// What each text costs where the half of a layer is left out that matters least, for the halves that do not help.
+    ///
+    /// # Errors
+    /// Those of the engine.
+    fn left_out(&mut self) -> Result<&[(Repair, Vec<f64>)], EngineError> {
+        if self.left_out.is_none() {
+            let layers = self.scorer.config().layers;
+            let halves = (0..layers).flat_map(|layer| {
+                [Half::Attn, Half::Ffn].map(|half| Repair { change: Change::Skip(half), layer: Some(layer) })
+            });
+            let start = Found { repairs: Vec::new(), nats: self.base.clone() };
+            let raced = self.race(&start, halves.collect(), Race::Skips, "layers left out")?;
+            let mut all = Vec::new();
+            for (repair, _) in raced.into_iter().take(TRIED) {
+                all.push((repair, self.all(&[repair])?));
+            }
+            self.left_out = Some(all);
+        }
+        Ok(self.left_out.as_deref().unwrap_or_default())
+    }
+
+    /// True if texts cost clearly less than with any half of a layer left out.
+    fn beats_leaving_out(&mut self, nats: &[f64]) -> Result<bool, EngineError> {
+        let loss = self.scale.loss(nats);
+        let scale = self.scale.clone();
+        let least = self.left_out()?.iter().map(|(_, nats)| scale.loss(nats)).fold(f64::INFINITY, f64::min);
+        Ok(loss <= LEAST_OVER_SKIP * least)
+    }
+
     /// The half of a layer that the model is better without, or that does nothing at all, and what each text costs then.
     ///
     /// # Errors
     /// Those of the engine.
     pub(super) fn place(&mut self) -> Result<Option<(Repair, Vec<f64>)>, EngineError> {
-        let layers = self.scorer.config().layers;
-        let halves = (0..layers).flat_map(|layer| {
-            [Half::Attn, Half::Ffn].map(|half| Repair { change: Change::Skip(half), layer: Some(layer) })
-        });
         if self.is_best(&self.base) {
             return Ok(None);
         }
-        let start = Found { repairs: Vec::new(), nats: self.base.clone() };
-        let raced = self.race(&start, halves.collect(), Race::Skips, "layers left out")?;
         let mut best: Option<(Repair, Vec<f64>)> = None;
-        for (repair, _) in raced.into_iter().take(TRIED) {
-            let nats = self.all(&[repair])?;
+        for (repair, nats) in self.left_out()?.to_vec() {
             if nats == self.base {
                 return Ok(Some((repair, nats))); // a sound half changes something
             }
@@ -258,7 +287,7 @@ impl<'a> Search<'a> {
             found.extend(self.found(state, repair)?);
             raced.remove(0);
         }
-        let done = found.first().is_some_and(|f: &Found| self.is_best(&f.nats));
+        let done = found.first().is_some_and(|f: &Found| self.scale.is_all(&state.nats, &f.nats));
         if self.depth.deep && !done {
             let each = (0..layers).flat_map(Repair::of_layer).collect();
             raced.extend(self.race(state, each, Race::Repairs, "repairs of layers")?);

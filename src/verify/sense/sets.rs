@@ -12,6 +12,10 @@ use crate::tokenize::{ChatMessage, TokenizeError, Tokenizer, TokenizerSpec};
 pub(super) struct Set {
     /// What they are.
     pub name: String,
+    /// The same, whatever their form.
+    pub kind: &'static str,
+    /// Whether each is the answer to a chat turn.
+    pub asked: bool,
     /// Their ids, in order.
     pub texts: Vec<Text>,
 }
@@ -42,7 +46,7 @@ pub(super) fn sets(tokenizer: &Tokenizer, c: &Config) -> Vec<Set> {
             let texts: Vec<Text> = kind.texts.iter().filter_map(|known| one(known).ok().filter(fits)).collect();
             if texts.len() == kind.texts.len() {
                 let form = if asked { "asked" } else { "in a line" };
-                all.push(Set { name: format!("{}, {form}", kind.name), texts });
+                all.push(Set { name: format!("{}, {form}", kind.name), kind: kind.name, asked, texts });
             }
         }
     }

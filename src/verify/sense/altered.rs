@@ -255,8 +255,8 @@ fn inverse(places: &[usize]) -> Vec<usize> {
 impl Writer<'_> {
     /// Adds a repair. False if it changes nothing.
     fn add(&mut self, Repair { change, layer }: Repair) -> bool {
-        if let Change::Layers(a, b) = change {
-            return self.layers(a, b);
+        if let Change::Layers(a, b, half) = change {
+            return self.layers(a, b, half);
         }
         let calls = self.calls;
         let mut hit = false;
@@ -325,8 +325,8 @@ impl Writer<'_> {
                 self.exchanged_norm(at, call, other)
             }
             (Change::Skip(half), Op::AllReduce { x }) => {
-                let point = if half == Half::Attn { Point::AttnOut } else { Point::FfnOut };
-                call.at.point == point && self.extra(at, Extra::Zero(x))
+                let ends = matches!(call.at.point, Point::AttnOut | Point::FfnOut);
+                ends && half.has(call.at.point) && self.extra(at, Extra::Zero(x))
             }
             (Change::Tied, Op::Product { .. }) if call.at.point == Point::Logits => self.tied(at),
             (Change::GateUp(_) | Change::UpDown(_), _) => self.ffn(change, at, call),
@@ -495,11 +495,11 @@ impl Writer<'_> {
         }
     }
 
-    /// Gives two layers each other's parameters, where they have the same calls.
-    fn layers(&mut self, a: usize, b: usize) -> bool {
+    /// Gives two layers, or the same halves of them, each other's parameters, where they have the same calls.
+    fn layers(&mut self, a: usize, b: usize, half: Half) -> bool {
         let of = |layer: usize| -> Vec<usize> {
             let numbered = self.calls.iter().enumerate();
-            numbered.filter(|(_, c)| c.at.layer() == Some(layer)).map(|(at, _)| at).collect()
+            numbered.filter(|(_, c)| c.at.layer() == Some(layer) && half.has(c.at.point)).map(|(at, _)| at).collect()
         };
         let (of_a, of_b) = (of(a), of(b));
         let like = |(x, y): (&usize, &usize)| self.calls[*x].op.name() == self.calls[*y].op.name();

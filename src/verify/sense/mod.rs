@@ -108,8 +108,8 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     checks.extend(asking(&heard));
     // The set that the model knows best comes first.
     heard.sort_by(|a, b| {
-        let known = (a.band, b.band) != (Band::None, Band::None);
-        a.band.cmp(&b.band).then(if known { a.loss.total_cmp(&b.loss) } else { Ordering::Equal })
+        let by_heart = (a.band, b.band) == (Band::Plausible, Band::Plausible);
+        a.band.cmp(&b.band).then(if by_heart { a.loss.total_cmp(&b.loss) } else { Ordering::Equal })
     });
     let best = heard.first().map_or(Band::None, |h| h.band);
     let (mut tried, mut first, mut last) = (0, None, None);

@@ -2,7 +2,7 @@
 //! a file would be edited to have them.
 
 use crate::checkpoint::Checkpoint;
-use crate::model::{Config, Gating, Kind, Param};
+use crate::model::{Config, Gating, Kind, Param, Point};
 
 /// An order in which groups of values may lie in place of the right one. Each undoes one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,13 +85,25 @@ impl Ffn {
     }
 }
 
-/// A half of a layer.
+/// A half of a layer, or all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
     /// Attention.
     Attn,
     /// The feed-forward.
     Ffn,
+    /// Both.
+    Both,
+}
+
+impl Half {
+    pub(super) const ALL: [Half; 3] = [Half::Attn, Half::Ffn, Half::Both];
+
+    /// True if what a point of a layer shows is made in it.
+    pub(super) fn has(self, point: Point) -> bool {
+        let ffn = point >= Point::FfnNorm;
+        self == Half::Both || (self == Half::Ffn) == ffn
+    }
 }
 
 /// What is changed.
@@ -156,7 +168,7 @@ pub enum Change {
     /// kv_a has its rotated values first.
     KeyHalves,
     /// Two layers exchanged.
-    Layers(usize, usize),
+    Layers(usize, usize, Half),
     /// Ranks of merges follow the ids of the tokens that they make.
     Merges,
     /// Half a layer left out: no repair, but a sign of where the fault is.
@@ -199,7 +211,8 @@ impl Repair {
         let indexer = [true, false].map(|halves| Change::RopeOrder { halves, indexer: true });
         let far = |a: usize, b: usize| b - a > 1 && c.layers > PAIRS_UP_TO && !every_pair;
         let pairs = (0..c.layers).flat_map(|a| (a + 1..c.layers).map(move |b| (a, b))).filter(|(a, b)| !far(*a, *b));
-        let all = settings.chain(indexer).chain(data()).chain(pairs.map(|(a, b)| Change::Layers(a, b)));
+        let pairs = pairs.flat_map(|(a, b)| Half::ALL.map(|half| Change::Layers(a, b, half)));
+        let all = settings.chain(indexer).chain(data()).chain(pairs);
         all.map(|change| Repair { change, layer: None }).collect()
     }
 
@@ -288,10 +301,13 @@ impl Repair {
             Change::RouterRows(shuffle) => format!("rows of the router {}{of}", shuffle.words()),
             Change::QueryHalves => format!("query heads have their rotated values first{of}"),
             Change::KeyHalves => format!("kv_a has its rotated values first{of}"),
-            Change::Layers(a, b) => format!("layers {a} and {b} exchanged"),
+            Change::Layers(a, b, Half::Both) => format!("layers {a} and {b} exchanged"),
+            Change::Layers(a, b, Half::Attn) => format!("attention of layers {a} and {b} exchanged"),
+            Change::Layers(a, b, Half::Ffn) => format!("feed-forwards of layers {a} and {b} exchanged"),
             Change::Merges => "ranks of merges by the ids of what they make".into(),
             Change::Skip(Half::Attn) => format!("attention left out{of}"),
             Change::Skip(Half::Ffn) => format!("feed-forward left out{of}"),
+            Change::Skip(Half::Both) => format!("both halves left out{of}"),
         }
     }
 
@@ -370,7 +386,14 @@ impl Repair {
             Change::RouterRows(s) => reorder(Kind::Router, &shuffled("the experts' rows", s)),
             Change::QueryHalves => reorder(Kind::QB, "put every head's rotated rows behind the others"),
             Change::KeyHalves => reorder(Kind::KvA, "put the rotated rows behind the latent's"),
-            Change::Layers(a, b) => format!("exchange the data of all tensors of layers {a} and {b}"),
+            Change::Layers(a, b, half) => {
+                let which = match half {
+                    Half::Both => "all tensors",
+                    Half::Attn => "all tensors of attention",
+                    Half::Ffn => "all tensors of the feed-forward",
+                };
+                format!("exchange the data of {which} of layers {a} and {b}")
+            }
             Change::Merges => "write the merges anew, in the order of the ids of the tokens that they make".into(),
             Change::Skip(_) => "none: this only says where".into(),
         }

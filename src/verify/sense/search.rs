@@ -172,7 +172,7 @@ impl<'a> Search<'a> {
         }
         let Some(best) = best else { return Ok(None) };
         // What only dampens a harmful part is no repair: leaving the part out does better.
-        if !self.scale.is_all(&self.base, &best.nats) && !self.beats_leaving_out(&best.nats)? {
+        if !self.beats_leaving_out(&best.nats)? {
             return Ok(None);
         }
         self.named(best)
@@ -216,9 +216,8 @@ impl<'a> Search<'a> {
     fn left_out(&mut self) -> Result<&[(Repair, Vec<f64>)], EngineError> {
         if self.left_out.is_none() {
             let layers = self.scorer.config().layers;
-            let halves = (0..layers).flat_map(|layer| {
-                [Half::Attn, Half::Ffn].map(|half| Repair { change: Change::Skip(half), layer: Some(layer) })
-            });
+            let halves = (0..layers)
+                .flat_map(|layer| Half::ALL.map(|half| Repair { change: Change::Skip(half), layer: Some(layer) }));
             let start = Found { repairs: Vec::new(), nats: self.base.clone() };
             let raced = self.race(&start, halves.collect(), Race::Skips, "layers left out")?;
             let mut all = Vec::new();

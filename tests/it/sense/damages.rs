@@ -199,8 +199,14 @@ fn norms(model: &mut Model, w: &Widths, layers: Range<usize>, add: f32) {
 }
 
 fn layers(model: &mut Model, a: usize, b: usize) {
+    parts(model, a, b, "");
+}
+
+/// Exchanges what begins with this name between two layers.
+fn parts(model: &mut Model, a: usize, b: usize, begins: &str) {
     let (of_a, of_b) = (format!("blk.{a}."), format!("blk.{b}."));
     let names = model.tensors.iter().filter_map(|(t, _)| t.name.strip_prefix(&of_a).map(String::from));
+    let names = names.filter(|name| name.starts_with(begins));
     for rest in names.collect::<Vec<_>>() {
         exchange(model, &format!("{of_a}{rest}"), &format!("{of_b}{rest}"));
     }
@@ -321,6 +327,8 @@ damages! {
     "norms - 1, 3", |m, w| norms(m, w, 3..4, -1.0) => ["norm offset" Some(3)];
     "layers 2 and 3", |m, _w| layers(m, 2, 3) => ["layers exchanged" ALL];
     "layers 1 and 4", |m, _w| layers(m, 1, 4) => ["layers exchanged" ALL];
+    "feed-forwards of layers 2 and 3", |m, _w| { parts(m, 2, 3, "ffn_"); parts(m, 2, 3, "exp_") }
+        => ["layers exchanged" ALL];
     // Without an inverse among the repairs.
     "down_exps scrambled, 3", |m, w| rows(m, &blk(3, "ffn_down_exps"), w.expert_ffn,
         &|i| i / w.hidden * w.hidden + i * 37 % w.hidden) => [];
@@ -328,6 +336,7 @@ damages! {
     "attn_output x 8, 3", |m, _w| times(m, &blk(3, "attn_output"), 8.0) => [];
     "attn_output zero, 3", |m, _w| times(m, &blk(3, "attn_output"), 0.0) => [];
     "q_b random, 3", |m, _w| noise(m, &blk(3, "attn_q_b"), 1.0, 0.0) => [];
+    "attn_output negated, 2", |m, _w| times(m, &blk(2, "attn_output"), -1.0) => [];
     "q_b x 2, 2", |m, _w| times(m, &blk(2, "attn_q_b"), 2.0) => [];
     "experts of down turned, 3", |m, w| rows(m, &blk(3, "ffn_down_exps"), w.expert_ffn,
         &|i| (i + w.hidden) % (w.hidden * w.experts)) => [];

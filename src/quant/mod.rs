@@ -36,7 +36,7 @@ mod scan;
 
 pub use isa::Isa;
 pub(crate) use isa::Level;
-pub use scan::{Scan, scan};
+pub use scan::{Scan, scan, zero_units};
 pub use types::*;
 
 use isa::Codes;

@@ -24,6 +24,46 @@ pub fn scan(ty: QuantType, bytes: &[u8]) -> Result<Scan, QuantError> {
     Ok(with_format!(ty, walk(bytes)))
 }
 
+/// The units of `unit` bytes, each some whole blocks, all of whose values are zero: because their bytes are, or because
+/// their scales are, whatever the codes say. What is left behind the last whole unit is not looked at. Errors when a unit
+/// is not whole blocks.
+pub fn zero_units(ty: QuantType, bytes: &[u8], unit: usize) -> Result<Vec<usize>, QuantError> {
+    let block_bytes = ty.info().bytes;
+    if unit == 0 || !unit.is_multiple_of(block_bytes) {
+        return Err(QuantError::Ragged { ty, bytes: unit, block_bytes });
+    }
+    let blocks = unit / block_bytes;
+    Ok(with_format!(ty, zeros(bytes, blocks)))
+}
+
+fn zeros<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], unit: usize) -> Vec<usize> {
+    match Isa::best().level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 | Level::Avx512 => {
+            // SAFETY: both levels include AVX2, and an `Isa` exists only on machines that have its level.
+            unsafe { zeros_avx2::<F, B, N>(bytes, unit) }
+        }
+        Level::Baseline => zeros_body::<F, B, N>(bytes, unit),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn zeros_avx2<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], unit: usize) -> Vec<usize> {
+    zeros_body::<F, B, N>(bytes, unit)
+}
+
+#[inline(always)]
+fn zeros_body<F: Format<B, N>, const B: usize, const N: usize>(bytes: &[u8], unit: usize) -> Vec<usize> {
+    // Some formats have no scale of zero: there zero bytes are codes of zero.
+    let is_zero = |blocks: &[[u8; B]]| {
+        let largest = blocks.iter().fold(0, |m: u32, b| m.max(F::bound(b).to_bits() & 0x7fff_ffff));
+        largest == 0 || blocks.iter().flatten().all(|b| *b == 0)
+    };
+    let units = bytes.as_chunks::<B>().0.chunks_exact(unit).enumerate();
+    units.filter(|(_, blocks)| is_zero(blocks)).map(|(i, _)| i).collect()
+}
+
 /// Blocks looked at before asking whether one of them was bad: long enough to keep the inner loop free of branches.
 const STRIDE: usize = 1024;
 
@@ -106,6 +146,24 @@ mod tests {
             // 3000 blocks use the extreme code of a large scale; twice the largest value would be a useless bound.
             assert!(found.max_abs_bound <= 2.0 * largest, "{ty}: {} > 2 x {largest}", found.max_abs_bound);
         }
+    }
+
+    #[test]
+    fn units_of_zeros_are_found_by_bytes_and_by_scales() {
+        for ty in QuantType::all() {
+            let (info, blocks) = (ty.info(), 24);
+            // 0x35 is a finite, positive scale wherever a format has one.
+            let mut bytes = vec![0x35; blocks * info.bytes + info.bytes / 2];
+            bytes[4 * info.bytes..6 * info.bytes].fill(0);
+            bytes[9 * info.bytes..10 * info.bytes].fill(0);
+            assert_eq!(zero_units(ty, &bytes, 2 * info.bytes).unwrap(), [2], "{ty}");
+            assert_eq!(zero_units(ty, &bytes, info.bytes).unwrap(), [4, 5, 9], "{ty}");
+        }
+        let negative = [[0x00, 0x80].repeat(32), [0x00, 0x3c].repeat(32)].concat();
+        assert_eq!(zero_units(QuantType::BF16, &negative, 64).unwrap(), [0]);
+        let silent = [[vec![0; 2], vec![0x77; 32]].concat(), vec![0x35; 34]].concat();
+        assert_eq!(zero_units(QuantType::Q8_0, &silent, 34).unwrap(), [0]);
+        assert!(zero_units(QuantType::Q8_0, &silent, 33).is_err() && zero_units(QuantType::F32, &silent, 0).is_err());
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! agree on every number.
 
 mod config;
+mod shares;
 mod trust;
 mod values;
 mod zeros;

@@ -5,6 +5,7 @@ use crate::common::binary::{lockstep, run};
 use crate::common::subject::Silent;
 use crate::common::{Model, NANO52, PICO, golden};
 use crate::stages::{data, edited, matches, nano, only, subject};
+use lockstep::quant::QuantType;
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::file;
 
@@ -43,6 +44,90 @@ fn runs_of_zeros_are_named_with_their_bytes() {
     }
     let norm = "blk.1.ffn_norm.weight";
     damage(&judged(|m| data(m, norm)[512..640].fill(0)), norm, &["ZERO_RUN: 1", "bytes 512..64"]);
+}
+
+/// Zero in every row of `row` bytes: these bytes.
+fn in_rows(data: &mut [u8], row: usize, zero: std::ops::Range<usize>) {
+    data.chunks_mut(row).for_each(|row| row[zero.clone()].fill(0));
+}
+
+#[test]
+fn zeros_in_many_short_runs_are_counted() {
+    // Q5_K, 4 blocks of 256 values a row, of which two are zero.
+    let o = "blk.2.attn_output.weight";
+    let report = judged(|m| in_rows(data(m, o), 4 * 176, 2 * 176..4 * 176));
+    damage(
+        &report,
+        o,
+        &["ZERO_SHARE: 512 of 1024 (50.0 %) runs of 256 values", "in 256 rows, within columns 512..1024"],
+    );
+    // Q5_0, 3 blocks of 32 values a row: heads are matrices.
+    let k_b = "blk.2.attn_k_b.weight";
+    let report = judged(|m| in_rows(data(m, k_b), 3 * 22, 2 * 22..3 * 22));
+    damage(&report, k_b, &["ZERO_SHARE: in matrix 0 of 8 (and 7 more) 256 of 768 (33.3 %)", "within columns 64..96"]);
+    // Every second row, of a stack and of one expert.
+    let stack = "blk.3.ffn_gate_exps.weight";
+    let report = judged(|m| in_rows(data(m, stack), 2 * 144, 144..288));
+    damage(
+        &report,
+        stack,
+        &["ZERO_SHARE: in matrix 0 of 8 (and 7 more) 128 of 256 (50.0 %) rows", "first is row 1", "bytes 144..288"],
+    );
+    let report = judged(|m| in_rows(&mut data(m, stack)[5 * 36_864..6 * 36_864], 2 * 144, 0..144));
+    damage(&report, stack, &["ZERO_SHARE: in matrix 5 of 8 (and 0 more) 128 of 256 (50.0 %) rows", "first is row 0"]);
+    // Three rows of 256 values, 432 bytes.
+    let q_a = "blk.4.attn_q_a.weight";
+    let report = judged(|m| data(m, q_a)[10 * 144..13 * 144].fill(0));
+    damage(&report, q_a, &["ZERO_RUN: 43", "zero bytes (768 values), bytes 1440..187", "row 10"]);
+    // Single columns of f32, and single values of a norm.
+    let router = "blk.3.ffn_gate_inp.weight";
+    let report = judged(|m| in_rows(data(m, router), 2 * 1024, 1024..2048));
+    damage(&report, router, &["ZERO_SHARE: 4 of 8 (50.0 %) rows"]);
+    let norm = "blk.1.ffn_norm.weight";
+    damage(&judged(|m| in_rows(data(m, norm), 16, 4..8)), norm, &["ZERO_SHARE: 64 of 256 (25.0 %) values", "value 1"]);
+    // Twins: two blocks, and a row in sixty of a stack; one expert's row of the router; a value of a norm in ten.
+    let few = |m: &mut Model| {
+        data(m, o)[3 * 176..4 * 176].fill(0);
+        data(m, o)[400 * 176..401 * 176].fill(0);
+        data(m, q_a)[10 * 144..11 * 144].fill(0);
+        in_rows(data(m, stack), 60 * 144, 144..288);
+        data(m, router)[2048..3072].fill(0);
+        in_rows(&mut data(m, norm)[..1000], 40, 4..8);
+    };
+    matches(&judged(few), 150);
+}
+
+#[test]
+fn columns_of_plain_values_are_counted() {
+    let zero_in = |ty: QuantType, every: usize, of: &'static str| {
+        let mut model = nano();
+        let (rows, columns) = (1024, 256);
+        model.tensors.retain(|(t, _)| t.name != of);
+        model = model.add(of, &[columns as u64, rows as u64], ty);
+        let width = ty.row_bytes(1);
+        let one = if width == 4 { vec![0, 0, 0x80, 0x3c] } else { vec![0x80, 0x3c] };
+        let bytes = data(&mut model, of);
+        for (i, value) in bytes.chunks_mut(width).enumerate() {
+            let sign = (i * i / 7 % 2) as u8 * 0x80;
+            value.copy_from_slice(&one);
+            value[width - 1] |= sign;
+            if i % columns % every == 3 {
+                value.fill(0);
+                value[width - 1] = sign; // of either sign
+            }
+        }
+        file::run(&subject(edited(&model), 1), &Silent).unwrap()
+    };
+    let q_b = "blk.2.attn_q_b.weight";
+    for ty in [QuantType::BF16, QuantType::F32] {
+        damage(
+            &zero_in(ty, 4, q_b),
+            q_b,
+            &["ZERO_SHARE: 64 of 256 (25.0 %) columns are zero in every row", "column 3"],
+        );
+        // One column, as behind a unit that died.
+        matches(&zero_in(ty, 256, q_b), 150);
+    }
 }
 
 #[test]

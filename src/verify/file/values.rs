@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
+use super::shares;
 use super::zeros::{self, Holds};
 use crate::checkpoint::{Checkpoint, View};
 use crate::model::{Kind, params};
-use crate::quant::{QuantType, Scan, scan};
+use crate::quant::{QuantType, scan};
 use crate::report::{Check, Progress, Verdict};
 
 /// Values per run: the unit whose largest value is compared with that of its neighbours.
@@ -136,7 +137,7 @@ fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'
         );
         checks.push(Check::exact(name, false, detail));
     }
-    if let Some(what) = zero(at, ty, view, holds, &scans, per_run) {
+    if let Some(what) = zero(at, ty, view, holds) {
         let detail = format!(
             "{what}; {file}. No trained tensor is so: this part was never written, or lost; fetch or convert it again"
         );
@@ -169,45 +170,37 @@ fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'
 }
 
 /// What is zero in a tensor and must not be.
-fn zero(
-    at: &Place,
-    ty: QuantType,
-    view: &View<'_>,
-    holds: Holds<'_>,
-    scans: &[Scan],
-    per_run: usize,
-) -> Option<String> {
+fn zero(at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'_>) -> Option<String> {
     let all = view.bytes.len();
     let block = ty.info().bytes;
     let stack = view.ne.get(2).map_or(1, |n| *n as usize).max(1);
-    let runs = zeros::runs(&view.bytes, holds);
-    if let Some(first) = runs.first() {
-        let bytes: usize = runs.iter().map(ExactSizeIterator::len).sum();
-        let (matrices, range) = (first.start.div_ceil(all / stack)..first.end / (all / stack), at.range(first));
-        let what = match matrices.len() {
-            _ if first.len() == all => format!("ALL_ZERO: all {} {ty} blocks are zero, {range}", all / block),
-            1 => format!("ALL_ZERO: matrix {} of {stack} is all zero, {range}", matrices.start),
-            2.. => format!("ALL_ZERO: matrices {matrices:?} of {stack} are all zero, {range}"),
-            0 => {
-                let from = place(view, ty.info().block, (first.start / block) as u64);
-                format!("ZERO_RUN: {} zero bytes, {range}, from {from} on", first.len())
-            }
-        };
-        let more = match runs.len() {
-            1 => String::new(),
-            n => format!("; {} more such runs, {bytes} bytes in all", n - 1),
-        };
-        return Some(format!("{what}{more}"));
-    }
+    let units = zeros::units(ty, &view.bytes, holds);
+    let share = || shares::of(ty, view, holds, &units).map(|s| format!("{}, {}", s.what, at.range(&s.first)));
+    let runs = zeros::runs(ty, &view.bytes, holds, &units);
+    let Some(first) = runs.first() else { return share() };
+    let bytes: usize = runs.iter().map(ExactSizeIterator::len).sum();
+    let (matrices, range) = (first.start.div_ceil(all / stack)..first.end / (all / stack), at.range(first));
     // Scales may be zero where the codes are not.
-    let silent = |m: usize| {
-        let runs = (m * all / stack / block).div_ceil(per_run)..(m + 1) * all / stack / block / per_run;
-        let mut inner = scans.get(runs.clone()).unwrap_or_default().iter();
-        !runs.is_empty() && inner.all(|s| s.max_abs_bound == 0.0 && s.nonfinite_blocks == 0)
+    let codes = view.bytes[first.clone()].iter().any(|b| *b != 0);
+    let why = if codes { format!(": every {ty} block's scale is zero") } else { String::new() };
+    let what = match matrices.len() {
+        _ if first.len() == all => format!("ALL_ZERO: all {} {ty} blocks are zero{why}, {range}", all / block),
+        1 => format!("ALL_ZERO: matrix {} of {stack} is all zero{why}, {range}", matrices.start),
+        2.. => format!("ALL_ZERO: matrices {matrices:?} of {stack} are all zero{why}, {range}"),
+        0 => {
+            let from = place(view, ty.info().block, (first.start / block) as u64);
+            let values = first.len() / block * ty.info().block;
+            format!("ZERO_RUN: {} zero bytes ({values} values), {range}, from {from} on{why}", first.len())
+        }
     };
-    let matrix = (0..stack).find(|m| !matches!(holds, Holds::Anything) && silent(*m))?;
-    let range = at.range(&(matrix * all / stack..(matrix + 1) * all / stack));
-    Some(format!("ALL_ZERO: matrix {matrix} of {stack}: every {ty} block's scale is zero, {range}"))
+    let more = match runs.len() {
+        1 => String::new(),
+        n => {
+            let share = shares::of(ty, view, holds, &units).map_or(String::new(), |s| format!("; {}", s.what));
+            format!("; {} more such runs, {bytes} bytes in all{share}", n - 1)
+        }
+    };
+    Some(format!("{what}{more}"))
 }
 
 fn largest_run(scans: &[crate::quant::Scan]) -> Option<(usize, f32)> {

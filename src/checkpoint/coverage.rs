@@ -4,6 +4,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::names::{self, Binding, Naming};
+use super::packed::{self, Packed};
 use super::witness::Witness;
 use super::{TensorSource, View};
 use crate::model::{Config, Fact, Kind, Param, params};
@@ -115,6 +116,7 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
     let (mut missing, mut shapes, mut aliases) = (Vec::new(), Vec::new(), Vec::new());
     let (mut mtp_found, mut mtp_missing, mut unhandled) = (0usize, Vec::new(), Vec::new());
     let witness = Witness::new(source);
+    let packed = Packed::of(source, &file_names);
     // More experts than tensors cannot all be there; their names need not be made to know that.
     let experts = config.experts.min(file_names.len() + 1);
     for param in params::of_trunk(config).into_iter().chain(params::of_mtp(config)) {
@@ -122,11 +124,19 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         let candidates = names::candidates(naming, param, experts);
         let usual = candidates.first().and_then(|b| b.names().first().cloned()).unwrap_or_default();
         let found = candidates.into_iter().find(|b| b.names().iter().all(|n| present.contains(n.as_str())));
-        let other = names::unhandled(naming, param, |name| present.contains(name)).filter(|_| found.is_none());
-        if let Some((tensor, form)) = other {
+        let other = || -> Vec<(String, &'static str)> {
+            let has = |name: &str| present.contains(name);
+            let fused = names::unhandled(naming, param, has);
+            let packed = || packed.other(&names::candidates(naming, param, experts), has);
+            fused.map_or_else(|| packed().into_iter().map(|name| (name, packed::SEVERAL)).collect(), |one| vec![one])
+        };
+        let other = if found.is_none() { other() } else { Vec::new() };
+        if !other.is_empty() {
             mtp_found += usize::from(of_mtp);
-            used.insert(tensor.clone());
-            unhandled.push(Unhandled { param: Some(param), tensor, form });
+            for (tensor, form) in other {
+                used.insert(tensor.clone());
+                unhandled.push(Unhandled { param: Some(param), tensor, form });
+            }
             continue;
         }
         let tied = || tied_head(param, naming, &present).filter(|_| config.may_tie);
@@ -145,10 +155,13 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
             aliases.push((binding.names()[0].clone(), usual));
         }
         for name in binding.names() {
-            let view = source.tensor(name);
-            let fault = view.and_then(|view| wrong_shape(config, param, &binding, name, &view, &witness));
-            shapes.extend(fault);
             used.insert(name.clone());
+            let Some(view) = source.tensor(name) else { continue };
+            let Some(fault) = wrong_shape(config, param, &binding, name, &view, &witness) else { continue };
+            match packed.several(view.ty, &fault) {
+                Some(form) => unhandled.push(Unhandled { param: Some(param), tensor: name.clone(), form }),
+                None => shapes.push(fault),
+            }
         }
         bound.insert(param, binding);
     }
@@ -158,8 +171,7 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         (_, _, 0) => Mtp::Whole,
         _ => Mtp::Partial,
     };
-    let factors = Factors::of(source, &file_names);
-    missing.extend(factors.lost(&bound));
+    missing.extend(packed.lost(&bound));
     let nearest_to = Nearest(expected_names);
     let (mut unused, mut unbound, mut unreadable) = (Vec::new(), Vec::new(), Vec::new());
     for name in &file_names {
@@ -169,7 +181,7 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         if used.contains(*name) {
             continue;
         }
-        if let Some(form) = factors.form(name) {
+        if let Some(form) = packed.form(name) {
             unhandled.push(Unhandled { param: None, tensor: name.to_string(), form });
             continue;
         }
@@ -195,38 +207,6 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         unhandled,
     };
     (coverage, bound)
-}
-
-/// The factors that stand beside FP8 tensors under names made from theirs.
-struct Factors<'a>(HashMap<&'a str, bool>);
-
-impl<'a> Factors<'a> {
-    /// The tensors of FP8, each with whether factors stand beside it.
-    fn of(source: &dyn TensorSource, names: &[&'a str]) -> Self {
-        let is_fp8 = |name: &str| source.tensor(name).is_some_and(|v| v.ty.name.starts_with("F8_"));
-        let has = |name: &str| names::FP8_FACTORS.iter().any(|end| source.tensor(&format!("{name}{end}")).is_some());
-        Factors(names.iter().filter(|n| is_fp8(n)).map(|n| (*n, has(n))).collect())
-    }
-
-    /// What a tensor is that stands beside an FP8 one as its factors.
-    fn form(&self, name: &str) -> Option<&'static str> {
-        let (module, what) = name.rsplit_once('.')?;
-        let is_fp8 = self.0.contains_key(format!("{module}.weight").as_str());
-        (is_fp8 && what.contains("scale")).then_some("factors of an FP8 tensor")
-    }
-
-    /// Where some have factors all must: the others' values are known up to a factor only.
-    fn lost(&self, bound: &HashMap<Param, Binding>) -> Vec<(Param, String)> {
-        if !self.0.values().any(|has| *has) {
-            return Vec::new();
-        }
-        let without = |name: &String| self.0.get(name.as_str()) == Some(&false);
-        let all = bound.iter().flat_map(|(param, binding)| binding.names().iter().map(move |name| (*param, name)));
-        let mut lost: Vec<(Param, String)> =
-            all.filter(|(_, n)| without(n)).map(|(p, n)| (p, format!("{n}{}", names::FP8_FACTORS[0]))).collect();
-        lost.sort();
-        lost
-    }
 }
 
 /// A file without an output matrix ties it to the embedding.

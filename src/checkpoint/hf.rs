@@ -105,7 +105,10 @@ impl HfFolder {
                 Dtype::F32 => Some(QuantType::F32.info()),
                 other => foreign(&format!("{other:?}")),
             };
-            let ty = ty.ok_or_else(|| self.unreadable(&path, &name, view.dtype()))?;
+            let unknown =
+                || refuse(&path, format!("tensor {name}: expected BF16, F16 or F32, found {:?}", view.dtype()));
+            let ty = ty.ok_or_else(unknown)?;
+            self.expect_own_layout(&path, &name, ty)?;
             let ne: Vec<u64> = view.shape().iter().rev().map(|n| *n as u64).collect();
             let data = view.data();
             let start = data.as_ptr() as usize - map.as_ptr() as usize;
@@ -125,14 +128,14 @@ impl HfFolder {
 }
 
 impl HfFolder {
-    /// A type that holds no weights is damage, unless the config says how weights were packed into it.
-    fn unreadable(&self, path: &Path, name: &str, found: Dtype) -> CheckpointError {
+    /// Wide integers hold what the config's method packed into them, in a layout that only the method knows.
+    fn expect_own_layout(&self, path: &Path, name: &str, ty: &TypeInfo) -> Result<(), CheckpointError> {
         match self.config.get("quantization_config.quant_method") {
-            Some(method) => CheckpointError::Lacking {
-                path: path.into(),
-                problem: format!("tensor {name}: {found:?}, packed by quant_method {method}"),
-            },
-            None => refuse(path, format!("tensor {name}: expected BF16, F16 or F32, found {found:?}")),
+            Some(method) if ["I16", "U16", "I32", "U32", "I64", "U64"].contains(&ty.name) => {
+                let problem = format!("tensor {name}: {}, packed by quant_method {method}", ty.name);
+                Err(CheckpointError::Lacking { path: path.into(), problem })
+            }
+            _ => Ok(()),
         }
     }
 }

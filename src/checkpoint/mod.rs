@@ -7,6 +7,7 @@ mod index;
 pub mod indexers;
 pub mod names;
 pub mod oracle;
+mod packed;
 mod tokenizer;
 pub mod trust;
 mod witness;

@@ -38,7 +38,9 @@ impl<'a> Witness<'a> {
             let axis = kind.axes().iter().position(|axis| *axis == [name])?;
             // Twice as wide as its fact says; and one expert's matrix where the other naming keeps a stack.
             let told = kind != Kind::EhProj && !(kind.is_expert_stack() && axis == 2 && !self.stacked(tensor));
-            let extent = self.source.tensor(tensor)?.ne.get(axis).copied().unwrap_or(1);
+            // Elements of a packed tensor are no values.
+            let view = self.source.tensor(tensor).filter(|v| !super::packed::INTEGERS.contains(&v.ty.name))?;
+            let extent = view.ne.get(axis).copied().unwrap_or(1);
             told.then_some((tensor, extent))
         });
         let mut votes: Vec<(&str, u64, usize)> = Vec::new();

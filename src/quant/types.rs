@@ -169,7 +169,7 @@ static TABLE: [TypeInfo; 35] = [
 ];
 
 /// Their ids are no file's: they count down from the largest.
-static FOREIGN: [TypeInfo; 9] = [
+static FOREIGN: [TypeInfo; 17] = [
     row(u32::MAX, "F8_E4M3", 1, 1, None),
     row(u32::MAX - 1, "F8_E5M2", 1, 1, None),
     row(u32::MAX - 2, "F8_E8M0", 1, 1, None),
@@ -179,6 +179,14 @@ static FOREIGN: [TypeInfo; 9] = [
     row(u32::MAX - 6, "I8", 1, 1, None),
     row(u32::MAX - 7, "U8", 1, 1, None),
     row(u32::MAX - 8, "F64", 1, 8, None),
+    row(u32::MAX - 9, "BOOL", 1, 1, None),
+    row(u32::MAX - 10, "I16", 1, 2, None),
+    row(u32::MAX - 11, "U16", 1, 2, None),
+    row(u32::MAX - 12, "I32", 1, 4, None),
+    row(u32::MAX - 13, "U32", 1, 4, None),
+    row(u32::MAX - 14, "I64", 1, 8, None),
+    row(u32::MAX - 15, "U64", 1, 8, None),
+    row(u32::MAX - 16, "C64", 1, 8, None),
 ];
 
 const REMOVED: [(u32, &str); 8] = [

@@ -4,6 +4,7 @@
 #![allow(missing_docs)]
 
 use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::io;
 
 use serde::Serialize;
@@ -205,7 +206,9 @@ fn alike<T, K: PartialEq>(all: &[T], key: impl Fn(&T) -> K) -> Vec<Vec<&T>> {
 
 /// ` in layers 0-2, 5`, or nothing for parameters of the whole model.
 fn layers<'a>(of: impl Iterator<Item = &'a Of>) -> String {
-    let layers: Vec<usize> = of.filter_map(|p| p.layer).collect();
+    // One matrix per expert names its layer many times.
+    let layers: BTreeSet<usize> = of.filter_map(|p| p.layer).collect();
+    let layers: Vec<usize> = layers.into_iter().collect();
     match layers.len() {
         0 => String::new(),
         n => format!(" in layer{} {}", if n == 1 { "" } else { "s" }, ranges(&layers)),

@@ -5,7 +5,7 @@ use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 impl TokenizerSpec {
     /// Reads the `tokenizer.*` keys. Errors: an absent or wrongly typed `tokens` or `token_type`, a key of another type
-    /// than its meaning has, an id that is no 32-bit number.
+    /// than its meaning has, an id that is no 32-bit number, a family of tokenizers that this build lacks.
     pub fn from_gguf(gguf: &Gguf) -> Result<Self, TokenizeError> {
         let typed = |key: &str, expected: &str, found: Option<&Value>| TokenizeError::Metadata {
             key: key.to_owned(),
@@ -27,12 +27,17 @@ impl TokenizerSpec {
             let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
             id.map(Some).ok_or_else(|| typed(&key, "a 32-bit id", Some(value)))
         };
+        let model = text("tokenizer.ggml.model")?.unwrap_or_default();
+        // Other families have other keys, and no merges.
+        if let Some(lack) = TokenizeError::of_model(&model) {
+            return Err(lack);
+        }
         let types = match gguf.meta("tokenizer.ggml.token_type") {
             Some(Value::Array(Array::I32(list))) => list.clone(),
             other => return Err(typed("tokenizer.ggml.token_type", "an array of i32", other)),
         };
         Ok(Self {
-            model: text("tokenizer.ggml.model")?.unwrap_or_default(),
+            model,
             pre: text("tokenizer.ggml.pre")?,
             tokens: strings("tokenizer.ggml.tokens")?,
             types,

@@ -82,7 +82,8 @@ impl Tokenizer {
     /// does not parse is no error here, but of [`Self::render_chat`]: plain completion does not need it.
     pub fn new(spec: &TokenizerSpec) -> Result<Self, TokenizeError> {
         if spec.model != "gpt2" {
-            return Err(TokenizeError::UnsupportedModel { found: clip(&spec.model) });
+            let unknown = || TokenizeError::UnsupportedModel { found: clip(&spec.model) };
+            return Err(TokenizeError::of_model(&spec.model).unwrap_or_else(unknown));
         }
         let pre = PreTokenizer::new(spec.pre.as_deref())?;
         let kinds = kinds(spec)?;
@@ -437,7 +438,8 @@ mod tests {
     #[test]
     fn hostile_descriptions_are_refused_by_name() {
         use TokenizeError as E;
-        assert!(matches!(refused(|s| s.model = "llama".into()), E::UnsupportedModel { .. }));
+        assert!(matches!(refused(|s| s.model = "llama".into()), E::Lacking { .. }));
+        assert!(matches!(refused(|s| s.model = "lama".into()), E::UnsupportedModel { .. }));
         assert!(matches!(refused(|s| s.pre = None), E::PreTokenizerAbsent { .. }));
         assert!(matches!(refused(|s| s.pre = Some("x".repeat(1 << 20))), E::PreTokenizerUnknown { .. }));
         assert!(matches!(refused(|s| s.tokens.clear()), E::TokenCount { found: 0, .. }));

@@ -11,6 +11,14 @@ pub enum TokenizeError {
         /// The name in the file.
         found: String,
     },
+    /// A part of a tokenizer that other programs have and this build does not.
+    #[error("{what} {found:?} is known, and this build does not have it; the file may well be right")]
+    Lacking {
+        /// Which part, by its key.
+        what: &'static str,
+        /// What the file states, shortened.
+        found: String,
+    },
     /// `tokenizer.ggml.pre` is absent; guessing a rule would give silently wrong ids.
     #[error("the file names no pre-tokenizer (tokenizer.ggml.pre): expected one of {known}")]
     PreTokenizerAbsent {
@@ -152,6 +160,14 @@ pub enum TokenizeError {
         /// What was found, shortened.
         found: String,
     },
+    /// A JSON file is cut or damaged.
+    #[error("{file}: expected JSON, found damage: {found}")]
+    Damaged {
+        /// Which file.
+        file: &'static str,
+        /// What the parser says.
+        found: String,
+    },
     /// The file has no chat template.
     #[error("the model has no chat template")]
     TemplateAbsent,
@@ -185,9 +201,20 @@ pub enum TokenizeError {
 }
 
 impl TokenizeError {
+    /// What to say of a `tokenizer.ggml.model` that other programs have and this build does not.
+    pub fn of_model(name: &str) -> Option<Self> {
+        let known = super::lacks::MODELS.contains(&name);
+        known.then(|| TokenizeError::Lacking { what: "tokenizer.ggml.model", found: name.into() })
+    }
+
+    /// Whether a file is damaged, so that nothing can be said of what it states.
+    pub fn is_damage(&self) -> bool {
+        matches!(self, TokenizeError::Damaged { .. })
+    }
+
     /// Whether it is the tool that lacks something: then nothing is said against the model.
     pub fn is_lack(&self) -> bool {
-        matches!(self, TokenizeError::Statement { .. })
+        matches!(self, TokenizeError::Statement { .. } | TokenizeError::Lacking { .. })
     }
 }
 

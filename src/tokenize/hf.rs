@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
 use super::error::{TokenizeError, clip};
+use super::lacks;
 use super::pretok::GLM4_PATTERN;
 use super::spec::TokenizerSpec;
 
@@ -27,6 +28,30 @@ struct File {
     pre_tokenizer: Json,
     #[serde(default)]
     post_processor: Json,
+}
+
+impl File {
+    /// Reads it. A vocabulary of another family has another form, and so is asked for its family first.
+    fn of(tokenizer_json: &str) -> Result<Self, TokenizeError> {
+        let damage = |e: serde_json::Error| unread(TOKENIZER, "a BPE tokenizer", &e);
+        let whole: Family = serde_json::from_str(tokenizer_json).map_err(damage)?;
+        match whole.model.and_then(|model| model.kind).filter(|kind| lacks::JSON_MODELS.contains(&kind.as_str())) {
+            Some(found) => Err(TokenizeError::Lacking { what: "tokenizer.json: model.type", found }),
+            None => serde_json::from_str(tokenizer_json).map_err(damage),
+        }
+    }
+}
+
+/// What tells a tokenizer's family.
+#[derive(Deserialize)]
+struct Family {
+    model: Option<Named>,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    #[serde(rename = "type", default)]
+    kind: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -57,9 +82,17 @@ fn json_error(file: &'static str, field: &str, expected: &str, found: impl ToStr
     TokenizeError::Json { file, field: field.into(), expected: expected.into(), found }
 }
 
+/// What is no JSON at all is damage; what is, and has another form, is stated so.
+fn unread(file: &'static str, expected: &str, e: &serde_json::Error) -> TokenizeError {
+    match e.is_syntax() || e.is_eof() {
+        true => TokenizeError::Damaged { file, found: clip(&e.to_string()) },
+        false => json_error(file, "the file", expected, e),
+    }
+}
+
 fn object(file: &'static str, text: Option<&str>) -> Result<Map<String, Json>, TokenizeError> {
     let Some(text) = text else { return Ok(Map::new()) };
-    serde_json::from_str(text).map_err(|e| json_error(file, "the file", "a JSON object", e))
+    serde_json::from_str(text).map_err(|e| unread(file, "a JSON object", &e))
 }
 
 impl TokenizerSpec {
@@ -71,13 +104,15 @@ impl TokenizerSpec {
         tokenizer_config: Option<&str>,
         generation_config: Option<&str>,
     ) -> Result<Self, TokenizeError> {
-        let file: File = serde_json::from_str(tokenizer_json)
-            .map_err(|e| json_error(TOKENIZER, "the file", "a BPE tokenizer", e))?;
+        let file = File::of(tokenizer_json)?;
         let config = object(CONFIG, tokenizer_config)?;
         let generation = object(GENERATION, generation_config)?;
         // Old files leave the type out; vocabulary and merges together mean BPE.
         if let Some(kind) = file.model.kind.as_deref().filter(|k| *k != "BPE") {
             return Err(json_error(TOKENIZER, "model.type", "BPE", kind));
+        }
+        if let Some(steps) = lacks::normalizer(&file.normalizer) {
+            return Err(TokenizeError::Lacking { what: "tokenizer.json: normalizer", found: clip(&steps) });
         }
         if !file.normalizer.is_null() {
             return Err(json_error(TOKENIZER, "normalizer", "null", &file.normalizer));
@@ -226,8 +261,7 @@ pub struct JsonTokenizer {
 impl JsonTokenizer {
     /// From the text of tokenizer.json. Errors: what the library refuses, and merges that it would not survive.
     pub fn new(tokenizer_json: &str) -> Result<Self, TokenizeError> {
-        let file: File = serde_json::from_str(tokenizer_json)
-            .map_err(|e| json_error(TOKENIZER, "the file", "a BPE tokenizer", e))?;
+        let file = File::of(tokenizer_json)?;
         for (index, merge) in file.model.merges.iter().map(Merge::joined).enumerate() {
             // The library joins both parts in a buffer as long as the longest token, without looking.
             let whole = merge.replacen(' ', "", 1);

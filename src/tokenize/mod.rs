@@ -12,6 +12,7 @@ mod bpe;
 mod checks;
 mod error;
 mod hf;
+mod lacks;
 mod pretok;
 mod pyvalue;
 mod spec;

@@ -7,6 +7,7 @@ use std::ops::Range;
 use regex::Regex;
 
 use super::error::{TokenizeError, clip};
+use super::lacks;
 
 /// The names accepted for `tokenizer.ggml.pre`. Both stand for the same rule, `GLM4_PATTERN`.
 pub const KNOWN_PRE_TOKENIZERS: [&str; 2] = ["glm4", "glm5"];
@@ -39,6 +40,13 @@ impl PreTokenizer {
         };
         if !KNOWN_PRE_TOKENIZERS.contains(&name) {
             let shown = clip(name);
+            if lacks::PRE_TOKENIZERS.contains(&name) {
+                return Err(TokenizeError::Lacking { what: "tokenizer.ggml.pre", found: shown });
+            }
+            if let Some(steps) = lacks::pre_tokenizer(name) {
+                let found = clip(&steps);
+                return Err(TokenizeError::Lacking { what: "tokenizer.json: pre_tokenizer of another rule,", found });
+            }
             let nearest =
                 KNOWN_PRE_TOKENIZERS.iter().min_by_key(|k| strsim::levenshtein(&shown, k)).copied().unwrap_or_default();
             return Err(TokenizeError::PreTokenizerUnknown { found: shown, nearest: nearest.into(), known: known() });
@@ -106,6 +114,20 @@ mod tests {
     fn a_million_spaces_are_one_piece_and_a_word() {
         let text = format!("{}x", " ".repeat(1 << 20));
         assert_eq!(pieces(&text).len(), 2);
+    }
+
+    #[test]
+    fn rules_of_other_programs_are_no_fault() {
+        let split = r#"{"type": "Split", "pattern": {"Regex": "\\p{L}+"}, "behavior": "Isolated", "invert": false}"#;
+        let two = format!(r#"{{"type": "Sequence", "pretokenizers": [{split}, {{"type": "ByteLevel"}}]}}"#);
+        for name in ["gpt-2", "llama-bpe", "qwen2", "deepseek-v3", split, &two] {
+            let refused = PreTokenizer::new(Some(name)).unwrap_err();
+            assert!(matches!(refused, TokenizeError::Lacking { .. }) && refused.is_lack(), "{name}: {refused}");
+        }
+        for name in ["gpt2", "", "{}", r#"{"type": "Splat"}"#, r#"{"type": "Sequence", "pretokenizers": [{}]}"#] {
+            let refused = PreTokenizer::new(Some(name)).unwrap_err();
+            assert!(!refused.is_lack(), "{name}: {refused}");
+        }
     }
 
     #[test]

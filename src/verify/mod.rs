@@ -28,6 +28,7 @@ pub use subject::Subject;
 
 use crate::checkpoint::CheckpointError;
 use crate::engine::EngineError;
+use crate::tokenize::TokenizeError;
 
 /// Why a stage could not run at all (not: what it found).
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,8 @@ pub enum VerifyError {
     Engine(#[from] EngineError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Tokenize(#[from] TokenizeError),
     #[error("reference: {0}")]
     Reference(String),
     #[error("reference: {0}")]

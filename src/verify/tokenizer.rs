@@ -14,7 +14,7 @@ const STAGE: &str = "tokenizer";
 /// Runs the stage.
 ///
 /// # Errors
-/// None of its own: what is wrong with a tokenizer is a finding.
+/// A damaged file; what else is wrong with a tokenizer is a finding.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
     let checkpoint = subject.checkpoint.as_ref();
     progress.at("tokenizers", 0, 1);
@@ -27,8 +27,10 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     }
     let spec = match checkpoint.tokenizer_spec() {
         Ok(spec) => spec,
+        Err(e) if e.is_damage() => return Err(e.into()),
         Err(e) => {
-            let check = Check::exact("built", false, e.to_string());
+            let verdict = if e.is_lack() { Verdict::Unmeasured } else { Verdict::Divergent };
+            let check = Check::new("built", verdict, e.to_string());
             return Ok(StageReport::new(STAGE, "the tokenizer cannot be read", vec![check]));
         }
     };

@@ -252,9 +252,9 @@ fn a_wrong_rule_is_found_by_the_probe_and_unknown_ones_are_refused() {
         let checks = gguf_spec(RANDOM[0]).checks(None, Some(&JsonTokenizer::new(&other).unwrap()));
         let same = check(&checks, "ids equal tokenizer.json's");
         assert!(!same.holds() && same.detail.contains("first difference at"), "{right}: {same:?}");
-        // As the model's own rule it is refused, with the nearest known one.
+        // As the model's own rule it is one that this build lacks.
         let refused = Tokenizer::new(&TokenizerSpec::from_hf(&other, None, None).unwrap());
-        assert!(matches!(refused, Err(TokenizeError::PreTokenizerUnknown { .. })), "{right}");
+        assert!(matches!(refused, Err(TokenizeError::Lacking { .. })), "{right}");
     }
     let built = TokenizerSpec { pre: Some("glm-4".into()), ..gguf_spec(NANO) }.checks(None, None);
     assert!(!built[0].holds() && built[0].detail.contains("the nearest known one is \"glm4\""), "{built:?}");
@@ -302,11 +302,15 @@ fn broken_hugging_face_files_are_refused_without_panic() {
     let twice = changed(&|f| f["model"]["vocab"]["a"] = json!(65));
     assert!(matches!(twice, Err(TokenizeError::Json { .. })), "{twice:?}");
     for (field, value) in [("model", json!({"type": "Unigram", "vocab": []})), ("normalizer", json!({"type": "NFC"}))] {
+        assert!(matches!(changed(&|f| f[field] = value.clone()), Err(TokenizeError::Lacking { .. })), "{field}");
+    }
+    for (field, value) in [("model", json!({"type": "Frob", "vocab": []})), ("normalizer", json!({"type": "Frob"}))] {
         assert!(matches!(changed(&|f| f[field] = value.clone()), Err(TokenizeError::Json { .. })), "{field}");
     }
-    for not_json in ["", "[]", "{\"model\":"] {
-        assert!(matches!(TokenizerSpec::from_hf(not_json, None, None), Err(TokenizeError::Json { .. })));
-        assert!(JsonTokenizer::new(not_json).is_err());
+    for (text, is_damage) in [("", true), ("[]", false), ("{\"model\":", true), ("{}", false)] {
+        let refused = TokenizerSpec::from_hf(text, None, None);
+        assert!(refused.as_ref().is_err_and(|e| e.is_damage() == is_damage), "{text}: {refused:?}");
+        assert!(JsonTokenizer::new(text).is_err());
     }
     // A merge whose result is longer than any token would run over the library's buffer.
     let mut file = source.clone();

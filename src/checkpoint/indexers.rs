@@ -1,6 +1,7 @@
 //! What the tensors say of the pattern of full and shared indexers. A pattern that no key states is inferred from the
 //! context's length alone, and a wrong one shows nowhere: a shared layer's own indexer is passed over, a full layer's copy
-//! of another one's is run on inputs that it was not made for.
+//! of another one's is run on inputs that it was not made for. A pattern that a key states may be wrong, too; but files may
+//! carry what a trained model no longer uses, so that an indexer passed over is no more than a doubt then.
 
 use super::{Checkpoint, names};
 use crate::model::{Kind, Origin, Param, params};
@@ -21,6 +22,7 @@ impl Checkpoint {
         let Some(fact) = c.facts.iter().find(|f| f.name == "full indexer layers") else { return Vec::new() };
         let inferred = fact.origin == Origin::Absent;
         let (mut copies, mut own, mut lacking) = (Vec::new(), Vec::new(), Vec::new());
+        let mut passed_over = Vec::new();
         for layer in 0..c.layers {
             let before = (0..layer).filter(|l| c.is_full(*l));
             match (c.is_full(layer), self.has_indexer(layer)) {
@@ -30,6 +32,9 @@ impl Checkpoint {
                 (true, false) if inferred && !self.has_any(layer) => lacking.push(layer),
                 (false, true) if inferred => {
                     own.extend(before.max().filter(|l| !self.same_indexer(*l, layer)).map(|l| (layer, l)));
+                }
+                (false, _) if !inferred => {
+                    passed_over.extend(before.max().map(|l| (layer, l, self.own_tensors(layer, l))));
                 }
                 _ => {}
             }
@@ -59,7 +64,36 @@ impl Checkpoint {
                 format!("{} equal to {before} byte for byte, so probably shared layers; {stated}", list(&layers)),
             );
         }
+        for (layer, lender, tensors) in passed_over {
+            let Some(first) = tensors.first() else { continue };
+            let more = if tensors.len() > 1 { format!(" and {} more", tensors.len() - 1) } else { String::new() };
+            let before = self.indexer(lender);
+            doubt(
+                false,
+                format!(
+                    "{} says that layer {layer} shares the choice of layer {lender}, but {first}{more} is there and no \
+                     copy of {before}'s: expected none, or a full layer",
+                    fact.source
+                ),
+            );
+        }
         doubts
+    }
+
+    /// The tensors of a shared layer's indexer that hold something else than those of the layer it borrows from.
+    fn own_tensors(&self, layer: usize, lender: usize) -> Vec<String> {
+        let source = self.source();
+        let (own, theirs) = (self.indexer(layer), self.indexer(lender));
+        let differs = |name: &String| {
+            let other = name.strip_prefix(&own).map(|rest| format!("{theirs}{rest}"));
+            match (source.tensor(name), other.and_then(|other| source.tensor(&other))) {
+                (Some(a), Some(b)) => a.ty != b.ty || a.ne != b.ne || a.bytes != b.bytes,
+                _ => true,
+            }
+        };
+        // Zeros stand for nothing.
+        let holds = |name: &String| source.tensor(name).is_some_and(|v| v.bytes.iter().any(|b| *b != 0));
+        self.indexer_names(layer).into_iter().filter(|name| holds(name) && differs(name)).collect()
     }
 
     /// The stored names of a layer's indexer that are there.

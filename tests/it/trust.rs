@@ -197,6 +197,50 @@ fn a_pattern_that_is_inferred_must_fit_the_indexers() {
     matches(&judged(&Model::read(&golden(NANO52))), 60);
 }
 
+#[test]
+fn an_indexer_that_a_stated_pattern_passes_over_is_a_warning() {
+    // Every layer of nano has an indexer of its own; the key says that layers 4 and 5 share layer 3's.
+    let key = "glm-dsa.attention.indexer.types";
+    let shared = |copies: bool| {
+        let types = [true, true, true, true, false, false];
+        let mut model = nano().set(key, Value::Array(lockstep::gguf::value::Array::Bool(types.to_vec())));
+        for layer in [4, 5] {
+            let prefix = format!("blk.{layer}.indexer.");
+            for (tensor, bytes) in model.tensors.clone() {
+                let Some(rest) = tensor.name.strip_prefix("blk.3.indexer.") else { continue };
+                if copies {
+                    *data(&mut model, &format!("{prefix}{rest}")) = bytes;
+                }
+            }
+        }
+        model
+    };
+    let found = judged(&shared(false));
+    let bad = failures(&found);
+    assert_eq!((bad.len(), found.verdict()), (2, Verdict::Drift), "{bad:?}");
+    for ((name, detail), layer) in bad.iter().zip([4, 5]) {
+        let says = [
+            format!("{key} says that layer {layer} shares the choice of layer 3"),
+            format!("blk.{layer}.indexer."),
+            "and 4 more is there and no copy of blk.3.indexer's".to_string(),
+        ];
+        assert!(name == "full indexer layers" && says.iter().all(|s| detail.contains(s)), "{detail}");
+    }
+    matches(&judged(&shared(true)), 150);
+    let none = shared(false).drop(|n| n.starts_with("blk.4.indexer.") || n.starts_with("blk.5.indexer."));
+    matches(&judged(&none), 140);
+    // A folder says it by another key.
+    let types = |second: &'static str| {
+        move |f: &mut Folder| {
+            f.config["indexer_types"] = json!(["full", second]);
+        }
+    };
+    let found = of_folder(types("shared"), &["file"]).exits(0);
+    found.says("DRIFT").says("indexer_types says that layer 1 shares the choice of layer 0");
+    found.says("model.layers.1.self_attn.indexer.");
+    of_folder(types("full"), &["file"]).exits(0).silent_on("DRIFT");
+}
+
 // ---- output matrix
 
 #[test]

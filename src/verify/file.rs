@@ -7,6 +7,7 @@
 
 mod config;
 mod shares;
+mod sizes;
 mod trust;
 mod values;
 mod zeros;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::prelude::*;
 
 use super::shares;
+use super::sizes::{self, Sizes};
 use super::zeros::{self, Holds};
 use crate::checkpoint::{Checkpoint, View};
 use crate::model::{Kind, params};
@@ -52,7 +53,7 @@ pub(super) fn scan_all(checkpoint: &Checkpoint, progress: &dyn Progress) -> Scan
     let names: Vec<&str> = source.names();
     let all: u64 = names.iter().filter_map(|n| source.tensor(n)).map(|v| v.bytes.len() as u64).sum();
     let done = AtomicU64::new(0);
-    let found: Vec<Vec<Check>> = names
+    let found: Vec<(Vec<Check>, Option<Sizes>)> = names
         .par_iter()
         .filter_map(|name| {
             let view = source.tensor(name)?;
@@ -67,16 +68,23 @@ pub(super) fn scan_all(checkpoint: &Checkpoint, progress: &dyn Progress) -> Scan
             };
             let place = Place { file: source.file_of(name), offset: source.offset_of(name) };
             let checks = tensor(name, &place, ty, &view, holds);
+            let sized = |kind: &Kind| Sizes { name: name.to_string(), kind: *kind, of: sizes::of(ty, &view) };
+            let sizes = kinds.get(*name).map(sized);
             let before = done.fetch_add(view.bytes.len() as u64, Ordering::Relaxed);
             let now = before + view.bytes.len() as u64;
             if before / UNIT != now / UNIT || now == all {
                 progress.bytes("scanned", now, all);
             }
-            Some(checks)
+            Some((checks, sizes))
         })
         .collect();
     let tensors = found.len();
-    let mut checks: Vec<Check> = found.into_iter().flatten().collect();
+    let (checks, sizes): (Vec<_>, Vec<_>) = found.into_iter().unzip();
+    let mut checks: Vec<Check> = checks.into_iter().flatten().collect();
+    let sizes: Vec<Sizes> = sizes.into_iter().flatten().collect();
+    let is_bad = |name: &str| checks.iter().any(|c| c.name == name && c.verdict == Verdict::Divergent);
+    let odd = sizes::checks(&sizes, is_bad);
+    checks.extend(odd);
     if !checks.iter().any(|c| c.verdict == Verdict::Divergent) {
         checks.push(Check::exact("values", true, format!("no NaN and no infinity in {tensors} tensors")));
     }

@@ -53,7 +53,7 @@ impl Values {
     }
 
     /// One value, widened.
-    fn at(&self, i: usize) -> f64 {
+    pub(crate) fn at(&self, i: usize) -> f64 {
         let found = match self {
             Values::F32(v) => v.get(i).map(|x| f64::from(*x)),
             Values::I32(v) => v.get(i).map(|x| f64::from(*x)),

@@ -12,6 +12,7 @@ use super::op::{OpFinding, judge_op};
 use super::param_map::recipe_of;
 use super::reference_run::own_eps;
 use super::replay::Judge;
+use super::replicas;
 use super::subject::points_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
@@ -165,6 +166,7 @@ fn judge_by(
             let (mut finding, trace) = judge_runs(&judge, traces, place, subject)?;
             if subject.target.is_some() {
                 finding = misreported.next(&judge, trace, finding, subject)?;
+                finding = replicas::judged(&judge, trace, finding);
             }
             each(&judge, finding, trace)?;
         }

@@ -19,6 +19,7 @@ pub mod param_map;
 pub mod patched_weights;
 pub mod reference_run;
 pub mod replay;
+mod replicas;
 pub mod sense;
 pub mod subject;
 pub mod tokenizer;

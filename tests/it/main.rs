@@ -24,6 +24,7 @@ mod program;
 mod quantvec;
 mod recall;
 mod recipes;
+mod replicas;
 mod scale;
 mod scheduler;
 mod sense;

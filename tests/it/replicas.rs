@@ -1,0 +1,68 @@
+//! Ranks' copies of a replicated value in a dump, at rows that nobody judges.
+
+use crate::common::PICO;
+use crate::common::subject::{Silent, show, subject};
+use lockstep::model::{Place, Point};
+use lockstep::probe::{Trace, Values};
+use lockstep::report::{StageReport, Verdict};
+use lockstep::verify::activations;
+use lockstep::verify::subject::{points_of, run_prompt};
+
+/// A row that is not among those that `subject` judges.
+const ROW: usize = 33;
+
+fn run() -> Trace {
+    let of = subject(PICO, 2, 40);
+    run_prompt(&mut of.engine().expect("an engine"), &of.ids, points_of(None)).expect("runs").0
+}
+
+fn judged(target: Trace) -> StageReport {
+    let of = subject(PICO, 2, 40);
+    assert!(!of.rows.contains(&ROW));
+    activations::run(&lockstep::verify::Subject { target: Some(target), ..of }, &Silent).expect("runs")
+}
+
+/// The run with one row of a place times a factor on some ranks.
+fn altered(run: &Trace, place: Place, ranks: &[usize], factor: f32) -> Trace {
+    let captured = (0..run.tp).map(|rank| {
+        let all = run.places().into_iter().map(|p| run.ranks(p).expect("captured")[rank].clone());
+        let alter = |mut one: lockstep::probe::Captured| {
+            let width = one.row_len();
+            if let (true, Values::F32(values)) = (one.place == place && ranks.contains(&rank), &mut one.values) {
+                values[ROW * width..(ROW + 1) * width].iter_mut().for_each(|v| *v *= factor);
+            }
+            one
+        };
+        all.map(alter).collect()
+    });
+    Trace::new(run.producer.clone(), run.ids.clone(), run.attention, captured.collect())
+}
+
+#[test]
+fn a_copy_that_differs_is_named_with_rank_row_and_values() {
+    let run = run();
+    for point in [Point::QANorm, Point::FfnNorm, Point::Residual] {
+        let place = Place::trunk(2, point);
+        let report = judged(altered(&run, place, &[1], 1.05));
+        let bad: Vec<_> = report.checks.iter().filter(|c| c.verdict > Verdict::Match).collect();
+        assert_eq!(bad.len(), 1, "{place}: {}", show(&report));
+        assert_eq!((bad[0].name.as_str(), bad[0].verdict), (place.to_string().as_str(), Verdict::Divergent));
+        let says = format!("COPIES: rank 1's copy differs from rank 0's at token {ROW}, value 0: ");
+        assert!(bad[0].detail.contains(&says), "{}", bad[0].detail);
+    }
+    let clean = judged(altered(&run, Place::trunk(2, Point::QANorm), &[1], 1.0));
+    assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
+}
+
+#[test]
+fn a_bisection_of_it_blames_no_kind_of_fault() {
+    let place = Place::trunk(2, Point::QANorm);
+    let bisect = |target| {
+        let of = lockstep::verify::Subject { target: Some(target), ..subject(PICO, 2, 40) };
+        lockstep::diagnose::bisect::run(&of, &Silent).expect("runs")
+    };
+    let run = run();
+    let culprit = bisect(altered(&run, place, &[1], 1.05)).culprit.expect("a culprit");
+    assert_eq!((culprit.place.as_str(), culprit.kind, culprit.ranks), (place.to_string().as_str(), "UNKNOWN", vec![1]));
+    assert!(bisect(run).culprit.is_none());
+}

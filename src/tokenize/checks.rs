@@ -300,7 +300,15 @@ impl Tokenizer {
             let detail = format!("BOS_TWICE: {detail}; {advice}. Leave out add_bos_token, or the template's own");
             return Err(Problem(Finding::Doubtful, detail));
         }
-        fact(ok, detail)
+        if !ok {
+            let token = spec.tokens.get(bos as usize).map_or_else(String::new, |t| format!(" {t:?}"));
+            let detail = format!(
+                "BOS: bos_token_id is {bos}{token}, and a prompt begins with it {served} times ({detail}): expected once, \
+                 or add_bos_token = false"
+            );
+            return Err(detail.into());
+        }
+        Ok(detail)
     }
 
     /// Every probe text comes back from its ids.
@@ -331,7 +339,10 @@ fn same_tokens(spec: &TokenizerSpec, other: &JsonTokenizer) -> Fact {
         match other.token(id) {
             Some(theirs) if theirs == *token => {}
             None if unused(at) => {}
-            theirs => return Err(format!("id {id}: {token:?} here, {theirs:?} in tokenizer.json").into()),
+            theirs => {
+                let theirs = theirs.map_or("no token".into(), |theirs| format!("{theirs:?}"));
+                return Err(format!("id {id}: {token:?} here, {theirs} in tokenizer.json").into());
+            }
         }
     }
     let (here, there) = (spec.tokens.len(), other.len());

@@ -155,6 +155,11 @@ fn two_givers_of_a_bos_give_one() {
     // Fed once here; engines that add both feed it twice.
     let says = "BOS_TWICE: template adds 1, tokenizer adds 1 -> 2 at the start; fed: 1";
     assert!(bos.finding == Finding::Doubtful && bos.detail.contains(says), "{bos:?}");
+    // One that nothing adds: named with the key, its value and what was expected.
+    let spec = TokenizerSpec { bos: Some(300), ..gguf_spec(NANO) };
+    let found = check(&spec.checks(None, None), "bos").clone();
+    let says = [&format!("bos_token_id is 300 {:?}", spec.tokens[300]), "begins with it 0 times", "expected once"];
+    assert!(!found.holds() && says.iter().all(|s| found.detail.contains(*s)), "{found:?}");
     // A template that lost its BOS, or has it twice.
     let strip = |by: &str| {
         let mut spec = gguf_spec(NANO);
@@ -240,6 +245,20 @@ fn ordinary_tokens_are_what_the_merges_make_of_their_text() {
     // A few that no merge makes are put in by hand, and still a token where a text is nothing else.
     let few = found(|merges| merges.truncate(merges.len() - 5));
     assert!(few.finding == Finding::Doubtful && few.detail.contains("5 can never be reached"), "{few:?}");
+}
+
+#[test]
+fn a_renamed_token_is_told_as_both_sides_have_it() {
+    let source = text("tokenizer/tok/tokenizer.json");
+    let other = JsonTokenizer::new(&source).unwrap();
+    let mut spec = gguf_spec(RANDOM[0]);
+    let name = "tokens equal tokenizer.json's";
+    assert!(check(&spec.checks(None, Some(&other)), name).holds());
+    let id = spec.types.iter().rposition(|ty| *ty == 3).unwrap();
+    let right = std::mem::replace(&mut spec.tokens[id], "<|renamed|>".into());
+    let found = check(&spec.checks(None, Some(&other)), name).clone();
+    let says = format!("id {id}: \"<|renamed|>\" here, {right:?} in tokenizer.json");
+    assert!(!found.holds() && found.detail == says, "{found:?}");
 }
 
 #[test]

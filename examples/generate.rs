@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let options = Options::for_one(checkpoint.config());
     let mut engine = Engine::cpu(checkpoint, TP, options)?;
-    let request = Request { prompt, most: 64, stop, sampling: Sampling::default() };
+    let request = Request::plain(prompt, 64, stop, Sampling::default());
     let mut stream = tokenizer.stream();
     let finish = generate(&mut engine, request, &mut |token| {
         if let Some(piece) = stream.push(token) {

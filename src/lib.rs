@@ -15,6 +15,7 @@ pub mod partial;
 pub mod probe;
 pub mod quant;
 pub mod report;
+#[cfg(feature = "serve")]
 pub mod serve;
 pub mod shard;
 pub mod synth;

@@ -33,7 +33,10 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Cli) -> Result<Exit, CliError> {
-    interrupt::listen(args.command.json())?;
+    // A service has its own way to stop.
+    if !args.command.drains() {
+        interrupt::listen(args.command.json())?;
+    }
     let mut out = stdout();
     let exit = cli::run(args, &mut out)?;
     out.flush()?;

@@ -20,7 +20,8 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 all is well; 1 a fault was found; 2 usage or I/O error; \
-                          3 something could not be measured or did not run (never a pass); 130 Ctrl-C, 143 SIGTERM.";
+                          3 something could not be measured or did not run (never a pass); 78 serve: nothing to start again \
+                          for; 130 Ctrl-C, 143 SIGTERM.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -33,6 +34,9 @@ pub enum Command {
     Bisect(BisectArgs),
     /// Text to the terminal: a chat turn, or a plain completion with --raw
     Generate(GenerateArgs),
+    /// The model behind an HTTP API, once it is checked: chat and completions as OpenAI's clients speak them
+    #[cfg(feature = "serve")]
+    Serve(super::serve::args::ServeArgs),
     /// Activations at probe points, as a dump that other engines can read
     Dump(DumpArgs),
     /// Decode and prefill speed, and where a step's time goes
@@ -47,6 +51,14 @@ pub enum Command {
 }
 
 impl Command {
+    /// Whether a signal lets it finish what it does.
+    pub fn drains(&self) -> bool {
+        #[cfg(feature = "serve")]
+        return matches!(self, Command::Serve(_));
+        #[cfg(not(feature = "serve"))]
+        false
+    }
+
     /// Whether the result is for machines.
     pub fn json(&self) -> bool {
         match self {
@@ -54,6 +66,8 @@ impl Command {
             Command::Verify(args) => args.subject.model.json,
             Command::Bisect(args) => args.subject.model.json,
             Command::Generate(args) => args.model.json,
+            #[cfg(feature = "serve")]
+            Command::Serve(_) => false,
             Command::Dump(args) => args.subject.model.json,
             Command::Bench(args) => args.model.json,
             Command::Doctor(args) => args.json,
@@ -401,7 +415,7 @@ pub struct SubjectArgs {
     pub inject: Vec<String>,
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     let n: usize = text.parse().map_err(|e| format!("{e}"))?;
     (n > 0).then_some(n).ok_or("expected at least 1".into())
 }

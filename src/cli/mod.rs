@@ -12,6 +12,8 @@ mod inspect;
 pub mod interrupt;
 #[cfg(feature = "cuda")]
 mod kernels;
+#[cfg(feature = "serve")]
+pub mod serve;
 mod subject;
 mod synth;
 mod verify;
@@ -40,6 +42,8 @@ pub enum Exit {
     Usage,
     /// 3: something could not be measured or did not run.
     Unmeasured,
+    /// 78: a service that would be refused the next time, too (EX_CONFIG).
+    Refused,
 }
 
 impl Exit {
@@ -50,6 +54,7 @@ impl Exit {
             Exit::Fault => 1,
             Exit::Usage => 2,
             Exit::Unmeasured => 3,
+            Exit::Refused => 78,
         }
     }
 }
@@ -86,6 +91,8 @@ pub enum CliError {
     Synth(#[from] SynthError),
     #[error("{0}")]
     Usage(String),
+    #[error("{0}")]
+    Refused(String),
     #[error("cannot write the output: {0}")]
     Output(#[from] std::io::Error),
 }
@@ -98,6 +105,7 @@ impl CliError {
             CliError::Engine(e) => e.is_lack(),
             CliError::Tokenize(e) => e.is_lack(),
             CliError::Verify(e) => e.is_lack(),
+            CliError::Refused(_) => return Exit::Refused,
             _ => false,
         };
         if is_lack { Exit::Unmeasured } else { Exit::Usage }
@@ -117,6 +125,8 @@ pub fn run(cli: Cli, out: &mut dyn Write) -> Result<Exit, CliError> {
         Command::Verify(args) => verify::run(&args, out),
         Command::Bisect(args) => bisect::run(&args, out),
         Command::Generate(args) => generate::run(&args, out),
+        #[cfg(feature = "serve")]
+        Command::Serve(args) => serve::run(&args, out),
         Command::Dump(args) => dump::run(&args, out),
         Command::Bench(args) => bench::run(&args, out),
         Command::Doctor(args) => doctor::run(&args, out),

@@ -4,7 +4,7 @@
 //! a control token such as `/nothink` inside it would be reachable from ordinary text even where the caller asked
 //! that no control token be parsed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use regex::Regex;
@@ -67,6 +67,8 @@ pub struct Tokenizer {
     pieces: Arc<Pieces>,
     /// Id of every control and user-defined literal.
     literals: HashMap<String, u32>,
+    /// The characters with which they begin.
+    first_of_literals: HashSet<char>,
     /// Matches the longest control or user-defined literal; `None` where there are none.
     all_literals: Option<Regex>,
     /// The same for user-defined literals only.
@@ -118,6 +120,7 @@ impl Tokenizer {
         let bpe = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(true).build();
         let bpe = bpe.map_err(|e| TokenizeError::Library { what: "building BPE", message: e.to_string() })?;
 
+        let first_of_literals = literals.keys().filter_map(|literal| literal.chars().next()).collect();
         let stop = StopIds::collect(spec);
         let stops = stop.ids.iter().map(|s| s.id).collect();
         Ok(Self {
@@ -125,6 +128,7 @@ impl Tokenizer {
             pre,
             pieces: Arc::new(Pieces { bytes, kinds, stops }),
             literals,
+            first_of_literals,
             all_literals,
             user_literals,
             bos: spec.bos,
@@ -175,11 +179,57 @@ impl Tokenizer {
     /// asks for it (`add_bos_token`) and the text does not begin with it already.
     pub fn prompt_ids(&self, text: &str) -> Result<Vec<u32>, TokenizeError> {
         let mut ids = self.encode(text, true)?;
+        self.put_bos(&mut ids);
+        Ok(ids)
+    }
+
+    /// The same for a text without literals: what looks like one is text.
+    pub fn plain_ids(&self, text: &str) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = Vec::new();
+        self.encode_plain(text, &mut ids)?;
+        self.put_bos(&mut ids);
+        Ok(ids)
+    }
+
+    fn put_bos(&self, ids: &mut Vec<u32>) {
         if let Some(bos) = self.tokenizer_bos()
             && ids.first() != Some(&bos)
         {
             ids.insert(0, bos);
         }
+    }
+
+    /// A text in which a mark stands behind the first character of every literal but those of `kept`, so that none is
+    /// found in it, nor one that its end begins. For texts that must not steer the model: see [`Self::marked_ids`].
+    pub fn break_literals(&self, text: &str, mark: char, kept: &[&str]) -> String {
+        let mut broken = String::with_capacity(text.len());
+        for (at, c) in text.char_indices() {
+            broken.push(c);
+            let rest = &text[at..];
+            let begins = |literal: &str| rest.starts_with(literal) || literal.starts_with(rest);
+            if self.first_of_literals.contains(&c) && self.literals().any(|l| begins(l) && !kept.contains(&l)) {
+                broken.push(mark);
+            }
+        }
+        broken
+    }
+
+    /// Ids to feed for a prompt with texts that [`Self::break_literals`] has marked: as [`Self::prompt_ids`], but what a
+    /// mark has broken is encoded as text, be it the literal of a user-defined token, and the marks are left out.
+    pub fn marked_ids(&self, prompt: &str, mark: char) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = Vec::new();
+        let mut at = 0;
+        let plain = |text: &str, ids: &mut Vec<u32>| self.encode_plain(&text.replace(mark, ""), ids);
+        // A literal of one character is not broken by what stands behind it.
+        let is_whole = |end: usize| !prompt[end..].starts_with(mark);
+        let found = self.all_literals.iter().flat_map(|literals| literals.find_iter(prompt));
+        for found in found.filter(|found| is_whole(found.end())) {
+            plain(&prompt[at..found.start()], &mut ids)?;
+            ids.extend(self.literals.get(found.as_str()));
+            at = found.end();
+        }
+        plain(&prompt[at..], &mut ids)?;
+        self.put_bos(&mut ids);
         Ok(ids)
     }
 

@@ -452,6 +452,9 @@ pub struct VerifyArgs {
     /// The stage sense does not compare the metadata with what publishers state
     #[arg(long)]
     pub no_published_facts: bool,
+    /// Write down that this very model passed, in this build on these devices, for `serve --certificate`
+    #[arg(long, value_name = "FILE")]
+    pub certificate: Option<PathBuf>,
     /// Let DRIFT fail
     #[arg(long)]
     pub strict: bool,

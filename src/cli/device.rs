@@ -13,6 +13,7 @@ use crate::device::cuda::{cubin::Cubins, gpu};
 use crate::engine::backend::CudaBackend;
 use crate::engine::{Backend, CpuBackend, Engines};
 use crate::faults::decorate::{Decorations, FaultyEngines};
+use crate::report::Progress;
 
 /// The kinds of devices that this build has, ready to be used.
 pub(super) enum Chosen {
@@ -28,13 +29,21 @@ pub(super) enum Chosen {
 /// # Errors
 /// A recipe that the device does not have; a device that this build does not have.
 pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
+    telling(args, Arc::new(Teller))
+}
+
+/// The same, with somebody who is told how far loading is.
+///
+/// # Errors
+/// As [`chosen`].
+pub(super) fn telling(args: &DeviceArgs, told: Arc<dyn Progress + Send>) -> Result<Chosen, CliError> {
     match (&args.device, args.recipe) {
         #[cfg(feature = "cuda")]
         (DeviceArg::Cpu, _) if args.kernels_dir.is_some() => {
             Err(CliError::Usage("--kernels-dir: expected --device cuda; the CPU device has no kernels".into()))
         }
         (DeviceArg::Cpu, RecipeArg::Strict) => {
-            Ok(Chosen::Cpu(CpuBackend { told: Some(Arc::new(Teller)), ..CpuBackend::default() }))
+            Ok(Chosen::Cpu(CpuBackend { told: Some(told), ..CpuBackend::default() }))
         }
         (DeviceArg::Cpu, RecipeArg::Fast) => {
             Err(CliError::Usage("--recipe fast: expected strict, the only recipe of the CPU device".into()))
@@ -46,8 +55,7 @@ pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
                 RecipeArg::Fast => Recipe::Fast,
             };
             let cubins = Cubins { sources: args.kernels_dir.clone(), ..Cubins::default() };
-            let backend =
-                CudaBackend { told: Some(Arc::new(Teller)), ..CudaBackend::new(ordinals.clone(), recipe, cubins) };
+            let backend = CudaBackend { told: Some(told), ..CudaBackend::new(ordinals.clone(), recipe, cubins) };
             let found = gpu::count().map_err(|e| CliError::Usage(format!("--device {}: {e}", args.device)))?;
             if let Some(ordinal) = ordinals.iter().chain([&0]).find(|o| **o >= found) {
                 let problem = format!("--device {}: there is no GPU {ordinal}; found {found}", args.device);
@@ -67,10 +75,17 @@ pub(super) fn chosen(args: &DeviceArgs) -> Result<Chosen, CliError> {
 /// # Errors
 /// As [`chosen`].
 pub(super) fn engines(args: &DeviceArgs, faults: Option<Decorations>) -> Result<Box<dyn Engines>, CliError> {
-    match chosen(args)? {
-        Chosen::Cpu(backend) => Ok(engines_on(backend, faults)),
-        #[cfg(feature = "cuda")]
-        Chosen::Cuda(backend) => Ok(engines_on(backend, faults)),
+    Ok(chosen(args)?.engines(faults))
+}
+
+impl Chosen {
+    /// Engines on these devices, with faults or without decoration.
+    pub(super) fn engines(self, faults: Option<Decorations>) -> Box<dyn Engines> {
+        match self {
+            Chosen::Cpu(backend) => engines_on(backend, faults),
+            #[cfg(feature = "cuda")]
+            Chosen::Cuda(backend) => engines_on(backend, faults),
+        }
     }
 }
 

@@ -48,8 +48,7 @@ pub(super) fn run(args: &DumpArgs, out: &mut dyn Write) -> Result<Exit, CliError
         (layers(place) || read(place)) && wanted.as_ref().is_none_or(|w| w.is_match(&place.to_string()))
     });
     let bar = Bar::new("dump: ");
-    let mut engine = subject.engine()?;
-    let (trace, _) = run_prompt(&mut engine, &subject.ids, filter)?;
+    let (trace, _) = run_prompt(&mut *subject.engine()?, &subject.ids, filter)?;
     drop(bar);
     let places = trace.places();
     if places.is_empty() {

@@ -3,6 +3,7 @@
 pub mod args;
 mod bench;
 mod bisect;
+mod certificate;
 pub mod console;
 mod device;
 mod doctor;
@@ -14,6 +15,7 @@ pub mod interrupt;
 mod kernels;
 #[cfg(feature = "serve")]
 pub mod serve;
+mod stages;
 mod subject;
 mod synth;
 mod verify;

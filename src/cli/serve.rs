@@ -1,6 +1,9 @@
 //! `lockstep serve`: the port, the checks, the service, and its end.
 
 pub mod args;
+mod gate;
+mod preflight;
+mod systemd;
 mod template;
 
 use std::io::Write;
@@ -13,7 +16,12 @@ use hyper::header::HeaderValue;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{SignalKind, signal};
 
+use serde_json::{Value as Json, json};
+
 use self::args::{LogArg, ServeArgs};
+use self::preflight::{Room, RunFile};
+use self::systemd::Told;
+use super::certificate::{Certificate, Setting};
 use super::{CliError, Exit, attention, console, device};
 use crate::checkpoint::Checkpoint;
 use crate::engine::sampler::Sampling;
@@ -37,8 +45,13 @@ const SLOWEST: u32 = 20;
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 pub(super) fn run(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    let _ = out;
     check(args)?;
+    if args.print_unit {
+        let program = std::env::current_exe()?;
+        let typed: Vec<String> = std::env::args().skip(1).collect();
+        out.write_all(systemd::unit(args, &program.display().to_string(), &typed).as_bytes())?;
+        return Ok(Exit::Ok);
+    }
     match serve(args) {
         Ok(exit) => Ok(exit),
         Err(e @ CliError::Usage(_)) => Err(e),
@@ -77,17 +90,27 @@ fn serve(args: &ServeArgs) -> Result<Exit, CliError> {
     let cors = args.cors.as_deref().map(HeaderValue::from_str).transpose();
     let cors = cors.map_err(|e| CliError::Usage(format!("--cors: {e}")))?;
     let address = SocketAddr::new(args.host, args.port);
-    let listener =
-        TcpListener::bind(address).map_err(|e| CliError::Refused(format!("cannot listen at {address}: {e}")))?;
+    let note = RunFile::check(args.port, args.reap)?;
+    let listener = TcpListener::bind(address).map_err(|e| {
+        let holder = preflight::holder(address).map_or(String::new(), |who| format!(": held by {who}"));
+        CliError::Refused(format!("cannot listen at {address}: {e}{holder}"))
+    })?;
     let limits = Limits { body: args.body, queue: args.queue, ..Limits::default() };
     let service = Arc::new(Service::new(limits, keys, cors));
     let runtime = Builder::new_multi_thread().worker_threads(2).max_blocking_threads(4).enable_all().build()?;
     open(&runtime, listener, &service, args)?;
+    note.write();
     tracing::info!(%address, "listening; 503 until the model is loaded and checked");
-    load(args, &service)?;
+    let loaded = load(args, &service);
+    if let Err(e) = loaded {
+        note.remove();
+        return Err(e);
+    }
     tracing::info!("ready");
+    systemd::ready();
     let drain = Duration::from_secs(args.drain);
     let exit_of = runtime.block_on(end(&service, drain));
+    note.remove();
     // Ranks that hang would never end; whoever serves has to.
     exit(i32::from(exit_of.code()))
 }
@@ -119,6 +142,7 @@ async fn end(service: &Service, drain: Duration) -> Exit {
     let mut state = shared.watch();
     let now = state.wait_for(|s| !matches!(s, State::Loading | State::Ready)).await.map(|s| s.clone());
     if let Ok(State::Draining) = now {
+        systemd::stopping();
         tracing::info!(requests = shared.asked(), seconds = drain.as_secs(), "draining");
         let deadline = Instant::now() + drain;
         while shared.asked() > 0 && Instant::now() < deadline && shared.state() == State::Draining {
@@ -149,22 +173,59 @@ fn log(form: LogArg) {
     }
 }
 
-/// Loads the model, and says that requests are taken.
+/// Loads the model, checks it, and says that requests are taken.
 fn load(args: &ServeArgs, service: &Arc<Service>) -> Result<(), CliError> {
-    let engines = device::engines(&args.device, None)?;
+    let told = Arc::new(Told::new());
+    let engines: Arc<dyn Engines> = device::telling(&args.device, told.clone())?.engines(None).into();
     let checkpoint = Arc::new(Checkpoint::open(args.model.as_deref())?);
     let spec = template::spec(&checkpoint, args.chat_template.as_deref())?;
     let tokenizer = Arc::new(Tokenizer::new(&spec)?);
     let options = options(args, &checkpoint);
+    let room = preflight::memory(&checkpoint, engines.backend(), args.tp, &options)?;
+    told.stage("loading weights");
     let engine = engines.engine(&checkpoint, args.tp, options)?;
+    let (engine, verification) = checked(args, &checkpoint, &engines, engine, room, &told)?;
+    let verified = verification["verified"] == true;
     let model = model(args, &checkpoint, &*engines, &engine, (&tokenizer, &spec));
     let mut serving = Serving::new(engine);
     warm(&mut serving)?;
     let orders = driver::start(serving, tokenizer, service.shared.clone(), service.metrics.clone())?;
     watch(service, args.stall.map(Duration::from_secs))?;
     let defaults = Sampling { temperature: args.temperature, top_p: args.top_p, ..Sampling::default() };
-    service.ready(model, defaults, orders);
+    service.ready(Model { verified, verification, ..model }, defaults, orders);
     Ok(())
+}
+
+/// The engine once it is checked, by a certificate or by the stages, and what that said.
+fn checked(
+    args: &ServeArgs,
+    checkpoint: &Arc<Checkpoint>,
+    engines: &Arc<dyn Engines>,
+    engine: Engine,
+    room: Room,
+    told: &Told,
+) -> Result<(Engine, Json), CliError> {
+    if args.unverified {
+        tracing::warn!("nothing is checked (--unverified): replies say so");
+        let time = chrono::Utc::now().format("%Y-%m-%dT%H:%M:%SZ").to_string();
+        return Ok((engine, json!({ "verified": false, "source": "--unverified: nothing was checked", "time": time })));
+    }
+    if let Some(path) = &args.certificate {
+        let certificate = Certificate::read(path)?;
+        let device = args.device.device.to_string();
+        let setting = Setting::of(engines.backend(), &device, args.tp, attention(args.attention))?;
+        told.stage("certificate");
+        match certificate.differs(checkpoint, &setting, args.rehash, told)? {
+            None => {
+                tracing::info!(certificate = %path.display(), "the certificate holds: the checks are not run again");
+                return Ok((engine, certificate.verification()));
+            }
+            Some(field) => tracing::warn!("the certificate does not hold, so the checks are run: {field}"),
+        }
+    }
+    let (checkpoint, engines, untrained) = (checkpoint.clone(), engines.clone(), args.untrained);
+    let passed = gate::run(gate::Asked { checkpoint, engines, engine, untrained, room }, told)?;
+    Ok((passed.engine, passed.verification))
 }
 
 fn options(args: &ServeArgs, checkpoint: &Checkpoint) -> Options {
@@ -200,7 +261,7 @@ fn model(
         fingerprint: format!("lockstep-{}-{}-{recipe}-tp{}", env!("CARGO_PKG_VERSION"), args.device.device, args.tp),
         also_reasoning: args.also_reasoning,
         verified: false,
-        verification: serde_json::json!({}),
+        verification: Json::Null,
     }
 }
 
@@ -213,11 +274,17 @@ fn warm(serving: &mut Serving) -> Result<(), EngineError> {
     Ok(())
 }
 
-/// Watches the pulse: a step that does not end is the end of the service.
+/// Watches the pulse: a step that does not end is the end of the service. systemd hears of it only while steps end, or
+/// nobody waits for one.
 fn watch(service: &Service, stall: Option<Duration>) -> std::io::Result<()> {
-    let shared = service.shared.clone();
+    let (shared, mut seen) = (service.shared.clone(), 0);
     let watch = move || loop {
         std::thread::sleep(Duration::from_millis(250));
+        let (steps, idle) = (shared.steps(), !shared.is_busy());
+        if steps != seen || idle {
+            seen = steps;
+            systemd::alive();
+        }
         let most = stall.unwrap_or_else(|| STALL.max(SLOWEST * shared.slowest()));
         let now = shared.in_step();
         if now > most {

@@ -139,7 +139,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     }
     let (ids, prompt) = match &target {
         Some(t) => (t.ids.clone(), format!("{} tokens of a dump by {}", t.ids.len(), t.producer)),
-        None => prompt(&checkpoint, args)?,
+        None => prompt(&checkpoint, args.prompt.as_deref(), args.seed)?,
     };
     let rows = sample_rows(ids.len(), args.rows, args.seed);
     let baseline = args.baseline.as_deref().map(|p| Checkpoint::open(Some(p)).map(Arc::new)).transpose()?;
@@ -197,11 +197,11 @@ fn same_model(checkpoint: &Checkpoint, dump: &dump::Dump) -> Result<(), CliError
 }
 
 /// Token ids longer than top-k where the context allows it, and a line on where they came from.
-fn prompt(checkpoint: &Checkpoint, args: &SubjectArgs) -> Result<(Vec<u32>, String), CliError> {
+pub(super) fn prompt(checkpoint: &Checkpoint, typed: Option<&str>, seed: u64) -> Result<(Vec<u32>, String), CliError> {
     let c = checkpoint.config();
     let wanted = (c.top_k + BEYOND_TOP_K).max(LEAST_TOKENS).min(c.context.saturating_sub(1)).max(1);
     let tokenizer = checkpoint.tokenizer_spec().and_then(|spec| Tokenizer::new(&spec));
-    if let Some(text) = &args.prompt {
+    if let Some(text) = typed {
         let ids = tokenizer?.prompt_ids(text)?;
         if ids.is_empty() || ids.len() >= c.context {
             let found = ids.len();
@@ -221,13 +221,13 @@ fn prompt(checkpoint: &Checkpoint, args: &SubjectArgs) -> Result<(Vec<u32>, Stri
             return Ok((ids, format!("{wanted} tokens of built-in text")));
         }
     }
-    let mut random = Random(args.seed);
+    let mut random = Random(seed);
     let ids = (0..wanted).map(|_| (random.next() % c.vocab as u64) as u32).collect();
-    Ok((ids, format!("{wanted} random ids of seed {} (the model has no usable tokenizer)", args.seed)))
+    Ok((ids, format!("{wanted} random ids of seed {seed} (the model has no usable tokenizer)")))
 }
 
 /// `n` distinct rows of `0..tokens`, ascending, the last always among them.
-fn sample_rows(tokens: usize, n: usize, seed: u64) -> Vec<usize> {
+pub(super) fn sample_rows(tokens: usize, n: usize, seed: u64) -> Vec<usize> {
     let mut random = Random(seed ^ 0x5eed);
     let mut rows = vec![tokens - 1];
     while rows.len() < n.clamp(1, tokens) {

@@ -3,58 +3,22 @@
 use std::io::Write;
 use std::time::Instant;
 
-use super::args::{StageArg, VerifyArgs};
+use super::args::VerifyArgs;
+use super::certificate::Certificate;
 use super::console::Bar;
+use super::stages::{STAGES, covered};
 use super::subject::{engines, lists_faults, run_of, subject};
 use super::{CliError, Exit, console, emit, interrupt};
-use crate::checkpoint::{Mtp, Standing};
-#[cfg(feature = "cuda")]
-use crate::doctor;
-use crate::model::params;
-use crate::report::covered::{Covered, OnTrust};
 use crate::report::verification::Verification;
-use crate::report::{Look, Page, Progress, StageReport, Verdict, json};
-#[cfg(feature = "cuda")]
-use crate::verify::kernels::run as kernels;
-use crate::verify::{Subject, VerifyError, activations, asks, file, invariants, logits, sense, tokenizer, weights};
-
-type Stage = fn(&Subject, &dyn Progress) -> Result<StageReport, VerifyError>;
-
-/// The stages in order of certainty.
-const STAGES: [(StageArg, &str, Stage); 9] = [
-    (StageArg::Host, "host", host),
-    (StageArg::File, "file", file::run),
-    (StageArg::Tokenizer, "tokenizer", tokenizer::run),
-    (StageArg::Weights, "weights", weights::run),
-    (StageArg::Kernels, "kernels", kernels),
-    (StageArg::Activations, "activations", activations::run),
-    (StageArg::Invariants, "invariants", invariants::run),
-    (StageArg::Logits, "logits", logits::run),
-    (StageArg::Sense, "sense", sense::run),
-];
-
-#[cfg(feature = "cuda")]
-fn host(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
-    crate::verify::host::run(subject, |gpus, cubins| {
-        let request = doctor::gpus::Request { gpus, cubins, quick: true };
-        let found = doctor::host::findings().into_iter().chain(doctor::gpus::run(&request, progress));
-        found.collect()
-    })
-}
-
-#[cfg(not(feature = "cuda"))]
-fn host(_: &Subject, _: &dyn Progress) -> Result<StageReport, VerifyError> {
-    Ok(StageReport::not_applicable("host", "no GPU takes part: the ranks are CPU threads"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn kernels(_: &Subject, _: &dyn Progress) -> Result<StageReport, VerifyError> {
-    Ok(StageReport::not_applicable("kernels", "the CPU device has no kernels of its own"))
-}
+use crate::report::{Look, Page, StageReport, Verdict, json};
+use crate::verify::{asks, sense};
 
 pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
+    }
+    if args.certificate.is_some() {
+        certifies(args)?;
     }
     let mut subject = subject(&args.subject, engines(&args.subject)?)?;
     if let Some(path) = &args.asks {
@@ -124,36 +88,27 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if let Some(why) = &found.incomplete {
         console::error(why);
     }
+    if let Some(path) = &args.certificate {
+        match exit {
+            Exit::Ok => Certificate::new(&subject, &found, &Bar::new("certificate: "))?.write(path)?,
+            _ => console::note(&format!("no certificate is written to {}: the run was no pass", path.display())),
+        }
+    }
     Ok(exit)
 }
 
-/// What the stages covered, and what is left to trust.
-fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
-    let (reach, not_applicable) = Covered::of(stages);
-    let (c, ran) = (subject.checkpoint.config(), |name| stages.iter().any(|s| s.stage == name));
-    let baseline = subject.baseline.as_ref();
-    let compared = |stage| baseline.is_some() && ran(stage);
-    let facts = if compared("file") { Vec::new() } else { subject.checkpoint.facts() };
-    let on_trust = facts.into_iter().filter(|f| matches!(f.standing, Standing::Stated | Standing::Assumed));
-    let metadata =
-        on_trust.map(|f| OnTrust { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
-    let parameters = if compared("weights") { 0 } else { params::of_trunk(c).len() + params::of_mtp(c).len() };
-    Covered {
-        baseline: baseline.map(|b| b.name().into()),
-        metadata_on_trust: metadata,
-        parameters_on_trust: parameters,
-        reach,
-        context: c.context,
-        tokens: subject.ids.len(),
-        all_experts: (c.layers - c.dense_layers) * c.experts,
-        mtp: match subject.checkpoint.coverage().mtp {
-            Mtp::None => "none is declared",
-            Mtp::Whole => "not run; its data is taken on trust",
-            Mtp::Partial => "not run; incomplete in this file",
-            Mtp::Absent => "not run; declared, but not in this file",
-        },
-        sense: stages.iter().find(|s| s.stage == "sense").map(|s| s.summary.clone()),
-        not_applicable,
+/// Refuses to certify less than everything.
+fn certifies(args: &VerifyArgs) -> Result<(), CliError> {
+    let s = &args.subject;
+    let less = [
+        ("stages by name", !args.stages.is_empty()),
+        ("--inject", !s.inject.is_empty()),
+        ("--target", s.target.is_some()),
+        ("--layers", s.layers.is_some()),
+    ];
+    match less.iter().find(|(_, is)| *is) {
+        Some((what, _)) => Err(CliError::Usage(format!("--certificate: expected a run of everything, found {what}"))),
+        None => Ok(()),
     }
 }
 

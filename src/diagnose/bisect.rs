@@ -13,7 +13,7 @@ use lockstep_reference::RefParam;
 use super::explain::EXPLANATIONS;
 use super::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::Engine;
+use crate::engine::{Engine, Lent};
 use crate::model::place::Unit;
 use crate::model::{Layout, params};
 use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, FileFault, Fit, RuledOut, UNKNOWN};
@@ -193,7 +193,7 @@ fn held(engine: &Engine, subject: &Subject, rank: usize, layer: Option<usize>, p
 }
 
 /// An engine to read bytes back from, made when it is first asked for.
-fn engine<'a>(made: &'a mut Option<Engine>, subject: &Subject) -> Result<&'a Engine, VerifyError> {
+fn engine<'a, 's>(made: &'a mut Option<Lent<'s>>, subject: &'s Subject) -> Result<&'a Engine, VerifyError> {
     match made {
         Some(engine) => Ok(engine),
         None => Ok(made.insert(subject.engine()?)),
@@ -208,7 +208,7 @@ fn explain(
     progress: &dyn Progress,
 ) -> Result<Culprit, VerifyError> {
     let mut fits: Vec<Explanation> = Vec::new();
-    let mut made: Option<Engine> = None;
+    let mut made: Option<Lent<'_>> = None;
     let overflows = nonfinite(op);
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     // Where only a copy differs from another, the judged rows are right: whatever changes nothing there would fit.

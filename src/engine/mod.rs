@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub use crate::device::Recipe;
 pub use crate::model::Attention;
 use arch::Model;
-pub use backend::{Backend, CpuBackend, Engines, Ranks, Told};
+pub use backend::{Backend, CpuBackend, Engines, Lent, Ranks, Told};
 use kv::{CacheFull, KvPool, PAGE};
 use rank::{Answer, RankThread};
 use step::{Ended, Forward};
@@ -62,12 +62,19 @@ pub enum EngineError {
     NoNumbers { sequence: u64, position: usize },
     #[error("{0}")]
     Refused(String),
+    #[error("{0}")]
+    NotLent(String),
 }
 
 impl EngineError {
     /// Whether it is the tool that lacks something: then nothing is said against the model.
     pub fn is_lack(&self) -> bool {
         matches!(self, EngineError::Checkpoint(e) if e.is_lack())
+    }
+
+    /// Whether there was no engine to run it on, so that it does not apply here.
+    pub fn is_not_lent(&self) -> bool {
+        matches!(self, EngineError::NotLent(_))
     }
 }
 
@@ -209,6 +216,12 @@ impl Engine {
     /// True if the program that serves has operations in place of several, which another run can take apart.
     pub fn fuses(&self) -> bool {
         self.fuses
+    }
+
+    /// Forgets every sequence and every text, as if it had just started.
+    pub fn forget(&mut self) {
+        let pages = self.options.cache_tokens.div_ceil(PAGE) + self.options.sequences - 1;
+        self.pool = KvPool::new(pages);
     }
 
     /// The cache's pages.

@@ -172,6 +172,12 @@ pub struct StageReport {
 }
 
 impl StageReport {
+    /// What it found, without its checks.
+    pub fn brief(&self) -> Json {
+        let StageReport { stage, summary, seconds, .. } = self;
+        json!({ "stage": stage, "verdict": self.verdict().name(), "summary": summary, "seconds": seconds })
+    }
+
     /// A stage that cannot apply, with the reason.
     pub fn not_applicable(stage: &'static str, reason: impl Into<String>) -> Self {
         StageReport::nothing(stage, Verdict::NotApplicable, reason.into())

@@ -70,7 +70,7 @@ pub(super) fn run(
     let sequences = AT_ONCE.min(asks.len().max(1));
     let options = subject.options_for(longest.max(512), sequences * longest.next_multiple_of(PAGE), sequences);
     progress.at("chat turns", 0, 2);
-    let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
+    let mut engine = subject.engines.lend(&subject.checkpoint, subject.tp, options)?;
     let target = answers(&mut engine, &prompts, &stop)?;
     progress.at("chat turns on the CPU engine", 1, 2);
     let baseline = answers(&mut Engine::cpu(subject.checkpoint.clone(), 1, options)?, &prompts, &stop)?;

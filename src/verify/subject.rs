@@ -8,7 +8,7 @@ use super::feed::{Fed, Feed, Listen, feed};
 use super::sense;
 use crate::checkpoint::Checkpoint;
 use crate::engine::kv::PAGE;
-use crate::engine::{Attention, Engine, EngineError, Engines, Options, Recipe};
+use crate::engine::{Attention, Engine, EngineError, Engines, Lent, Options, Recipe};
 use crate::probe::Trace;
 use crate::probe::capture::Filter;
 
@@ -61,8 +61,8 @@ impl Subject {
     ///
     /// # Errors
     /// Everything that loading refuses.
-    pub fn engine(&self) -> Result<Engine, EngineError> {
-        self.engines.engine(&self.checkpoint, self.tp, self.options())
+    pub fn engine(&self) -> Result<Lent<'_>, EngineError> {
+        self.engines.lend(&self.checkpoint, self.tp, self.options())
     }
 
     /// True if the layer is to be looked at; what is outside the layers always is.

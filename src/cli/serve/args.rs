@@ -79,6 +79,9 @@ pub struct ServeArgs {
     /// Serve what was not checked, and say so everywhere
     #[arg(long, conflicts_with = "certificate")]
     pub unverified: bool,
+    /// The weights are random on purpose: the stage sense does not apply
+    #[arg(long)]
+    pub untrained: bool,
     /// A certificate of `verify --certificate`: where it holds, the checks are not run again
     #[arg(long, value_name = "FILE")]
     pub certificate: Option<PathBuf>,

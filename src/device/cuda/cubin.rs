@@ -1,6 +1,7 @@
 //! Compiled kernels: made by NVRTC, kept under a name that is a hash of everything they were made from, so that a cached
 //! file is never stale and two processes may write the same one.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -110,14 +111,8 @@ impl Cubins {
     }
 
     fn entry(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<(Built, Vec<u8>), CubinError> {
-        let module = ty.map_or(unit.to_string(), |ty| format!("{unit}<{ty}>"));
-        let missing = |path: String| CubinError::Source { path, dir: self.sources.clone().unwrap_or_default() };
-        let found = Unit::named(unit).ok_or_else(|| missing(format!("{unit}.cu")))?;
-        let source = match &self.sources {
-            None => found.source(&embedded),
-            Some(dir) => found.source(&|path| std::fs::read_to_string(dir.join(path)).ok()),
-        }
-        .map_err(missing)?;
+        let module = module(unit, ty);
+        let (found, source) = self.source(unit)?;
         let mut options = options(arch, ty.map(QuantType::name));
         let key = key(&source, &options);
         let version = nvrtc_version();
@@ -150,6 +145,28 @@ impl Cubins {
         Ok((built(path, false, image.len(), &log), image))
     }
 
+    /// A module's unit and its source.
+    fn source(&self, unit: &'static str) -> Result<(&'static Unit, String), CubinError> {
+        let missing = |path: String| CubinError::Source { path, dir: self.sources.clone().unwrap_or_default() };
+        let found = Unit::named(unit).ok_or_else(|| missing(format!("{unit}.cu")))?;
+        let source = match &self.sources {
+            None => found.source(&embedded),
+            Some(dir) => found.source(&|path| std::fs::read_to_string(dir.join(path)).ok()),
+        };
+        Ok((found, source.map_err(missing)?))
+    }
+
+    /// Digests of the modules for an architecture that are in the cache, by name.
+    pub fn cached(&self, arch: &str) -> BTreeMap<String, String> {
+        let one = |(unit, ty): (&'static Unit, Option<QuantType>)| {
+            let (_, source) = self.source(unit.name).ok()?;
+            let key = key(&source, &options(arch, ty.map(QuantType::name)));
+            let (image, log) = self.all(&key).iter().find_map(|path| read_whole(path))?;
+            Some((module(unit.name, ty), digest(&image, &log)))
+        };
+        modules().filter_map(one).collect()
+    }
+
     /// The cubins of this key, by any compiler.
     fn all(&self, key: &str) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(&self.cache).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
@@ -160,6 +177,11 @@ impl Cubins {
         found.sort();
         found
     }
+}
+
+/// `matmul<Q4_K>` and the like.
+fn module(unit: &str, ty: Option<QuantType>) -> String {
+    ty.map_or(unit.to_string(), |ty| format!("{unit}<{ty}>"))
 }
 
 /// What a cubin was made from, as a name.

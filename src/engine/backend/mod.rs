@@ -4,6 +4,7 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 
+use std::ops::DerefMut;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,6 +65,9 @@ pub trait Backend: Send + Sync {
     }
 }
 
+/// An engine that somebody has for a while.
+pub type Lent<'a> = Box<dyn DerefMut<Target = Engine> + 'a>;
+
 /// Makes engines. Every backend makes plain ones; faults make theirs around a backend.
 pub trait Engines: Send + Sync {
     /// An engine of `tp` ranks.
@@ -71,6 +75,14 @@ pub trait Engines: Send + Sync {
     /// # Errors
     /// Everything that loading refuses.
     fn engine(&self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Engine, EngineError>;
+
+    /// An engine of `tp` ranks for a while: one that is made for it, or one that runs already.
+    ///
+    /// # Errors
+    /// Everything that loading refuses; none that runs and no room for another.
+    fn lend<'a>(&'a self, checkpoint: &Arc<Checkpoint>, tp: usize, options: Options) -> Result<Lent<'a>, EngineError> {
+        Ok(Box::new(Box::new(self.engine(checkpoint, tp, options)?)))
+    }
 
     /// What the engines run on.
     fn backend(&self) -> &dyn Backend;

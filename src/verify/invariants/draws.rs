@@ -4,9 +4,8 @@
 use super::super::VerifyError;
 use super::super::subject::Subject;
 use crate::device::{Batch, Draw, Token};
-use crate::engine::EngineError;
-use crate::engine::kv::PAGE;
 use crate::engine::sampler::greedy;
+use crate::engine::{Engine, EngineError};
 use crate::report::{Check, Verdict};
 
 /// How the three sequences choose. The hot one leaves the likeliest token soon; its seed fills both halves of 64 bits.
@@ -16,15 +15,12 @@ const STEPS: usize = 12;
 
 /// Runs three parts of the prompt on, first as the device chooses, then step by step with the host's choice from the
 /// logits of the same steps.
-pub(super) fn check(subject: &Subject) -> Result<Check, VerifyError> {
+pub(super) fn check(subject: &Subject, engine: &mut Engine) -> Result<Check, VerifyError> {
     let name = "device's choice = host's";
     let ids = &subject.ids;
     let steps = STEPS.min(ids.len() / 2);
     let end = ids.len() - steps;
     let prompts = [&ids[..end], &ids[end / 2..end], &ids[..end / 2 + 1]];
-    let all = prompts.iter().map(|p| p.len() + steps).sum::<usize>();
-    let options = subject.options_for(all, all + PAGE, prompts.len());
-    let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
     if !engine.runs_ahead(prompts.len()) {
         return Ok(Check::new(name, Verdict::NotApplicable, "the device chooses no tokens"));
     }

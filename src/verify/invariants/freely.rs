@@ -36,7 +36,7 @@ impl Bench<'_> {
             return Ok(floor);
         }
         let subject = self.subject;
-        let mut engine = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
+        let mut engine = subject.engines.lend(&subject.checkpoint, 1, *self.engine.options())?;
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Capture(choices()))?;
         drop(engine);
         let choices = Arc::new(run.trace.choices(0));
@@ -105,7 +105,7 @@ impl Bench<'_> {
         let reference = reference_run::measure(&Plan { keep: &keep, rows: &rows, ..plan }, self.progress)?;
         let listen = Listen::Replace(forced, filter);
         let all = Feed::whole(&subject.ids);
-        let mut one = subject.engines.engine(&subject.checkpoint, 1, *self.engine.options())?;
+        let mut one = subject.engines.lend(&subject.checkpoint, 1, *self.engine.options())?;
         let (baseline, target) = (feed(&mut one, &all, &listen)?.trace, feed(&mut self.engine, &all, &listen)?.trace);
         for place in baseline.held().union(&target.held()) {
             // Where the reference has no such point there is no floor to name it by.

@@ -11,6 +11,7 @@
 
 mod draws;
 pub mod freely;
+mod scheduled;
 
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -18,17 +19,17 @@ use std::sync::Arc;
 use super::feed::{Fed, Feed, Listen, feed};
 use super::{Subject, VerifyError};
 use crate::engine::kv::PAGE;
-use crate::engine::{Attention, Engine, Options};
+use crate::engine::{Attention, Lent, Options};
 use crate::model::{Layout, Place, Point};
 use crate::probe::capture::Filter;
 use crate::probe::{Difference, Trace};
 use crate::report::{Check, Progress, Reach, StageReport, Verdict};
 
-/// One part of the stage, with its checks.
-type Step<'a> = fn(&mut Bench<'a>) -> Result<Vec<Check>, VerifyError>;
+/// One part of the stage: what it is called where it cannot be run, and its checks.
+type Step<'a> = (&'static str, fn(&mut Bench<'a>) -> Result<Vec<Check>, VerifyError>);
 
 /// Parts of the stage, for the progress line, and what it calls them.
-const PARTS: usize = 11;
+const PARTS: usize = 12;
 const COUNTED: &str = "groups of invariants checked";
 
 /// Runs the stage.
@@ -44,23 +45,36 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     }
     let mut bench = Bench::new(subject, progress)?;
     let steps: [Step<'_>; PARTS - 1] = [
-        Bench::replicas,
-        Bench::dumps,
-        Bench::decode,
-        Bench::chunks,
-        Bench::lengths,
-        Bench::batch,
-        Bench::dense,
-        Bench::degrees,
-        Bench::graph,
-        |bench| Ok(vec![draws::check(bench.subject)?]),
+        ("replicated on every rank", Bench::replicas),
+        // Before another engine is made: replays are counted for the one made last.
+        ("graph = eager", Bench::graph),
+        ("device's choice = host's", |bench| {
+            let check = draws::check(bench.subject, &mut bench.engine);
+            bench.engine.forget();
+            Ok(vec![check?])
+        }),
+        ("dumps on = off", Bench::dumps),
+        ("prefill = decode", Bench::decode),
+        ("chunked = whole", Bench::chunks),
+        ("length sweep", Bench::lengths),
+        ("batch 1 = N", Bench::batch),
+        ("scheduled", Bench::scheduled),
+        ("sparse and dense attention", Bench::dense),
+        ("TP 1 = TP N", Bench::degrees),
     ];
     progress.at(COUNTED, 0, PARTS);
     let mut checks = vec![bench.repeat()?];
     if checks[0].verdict == Verdict::Match {
-        for (i, step) in steps.into_iter().enumerate() {
+        for (i, (name, step)) in steps.into_iter().enumerate() {
             progress.at(COUNTED, i + 1, PARTS);
-            checks.extend(step(&mut bench)?);
+            match step(&mut bench) {
+                Ok(more) => checks.extend(more),
+                // What runs already is all that there is room for.
+                Err(VerifyError::Engine(e)) if e.is_not_lent() => {
+                    checks.push(Check::new(name, Verdict::NotApplicable, e.to_string()));
+                }
+                Err(e) => return Err(e),
+            }
         }
     }
     progress.at(COUNTED, PARTS, PARTS);
@@ -80,7 +94,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 struct Bench<'a> {
     subject: &'a Subject,
     progress: &'a dyn Progress,
-    engine: Engine,
+    engine: Lent<'a>,
     /// True where bits are promised.
     exact: bool,
     /// Digests of the prompt in one step, at every point, and its logits.
@@ -97,7 +111,7 @@ fn all() -> Filter {
 impl<'a> Bench<'a> {
     fn new(subject: &'a Subject, progress: &'a dyn Progress) -> Result<Self, VerifyError> {
         let mut engine =
-            subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, subject.attention))?;
+            subject.engines.lend(&subject.checkpoint, subject.tp, options_for(subject, subject.attention))?;
         let base = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;
         let (exact, floor) = (subject.engines.backend().sums_in_one_order(), OnceCell::new());
         Ok(Bench { subject, progress, engine, exact, base, floor })
@@ -186,18 +200,16 @@ impl<'a> Bench<'a> {
     fn graph(&mut self) -> Result<Vec<Check>, VerifyError> {
         let name = "graph = eager";
         let subject = self.subject;
-        // A fresh engine, since replays are counted for the one made last.
-        let mut engine =
-            subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, subject.attention))?;
         let Some(before) = subject.engines.backend().replays() else {
             return Ok(vec![Check::new(name, Verdict::NotApplicable, "the device records no steps")]);
         };
         // The first decode step of a shape is run, the second recorded, the rest replayed.
+        let engine = &mut self.engine;
         let tail = (subject.ids.len() / 2).min(12);
         let feeding = Feed::chunked(&subject.ids, vec![subject.ids.len() - tail, 1]);
-        let replayed = feed(&mut engine, &feeding, &Listen::Off)?;
+        let replayed = feed(engine, &feeding, &Listen::Off)?;
         let count = subject.engines.backend().replays().unwrap_or(0) - before;
-        let eager = feed(&mut engine, &feeding, &Listen::Digests(all()))?;
+        let eager = feed(engine, &feeding, &Listen::Digests(all()))?;
         Ok(vec![match replayed.logits_part(&eager, self.vocab()) {
             Some(row) => Check::exact(name, false, format!("the logits of token {row} differ")),
             None if count == 0 => Check::new(name, Verdict::Inactive, "no step was replayed"),
@@ -294,7 +306,7 @@ impl<'a> Bench<'a> {
             Attention::Dsa => Attention::Dense,
             Attention::Dense => Attention::Dsa,
         };
-        let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options_for(subject, other))?;
+        let mut engine = subject.engines.lend(&subject.checkpoint, subject.tp, options_for(subject, other))?;
         let name = "DSA with top-k >= length = dense";
         let short = subject.ids.len().min(top_k);
         let run = feed(&mut engine, &Feed::whole(&subject.ids), &Listen::Digests(all()))?;

@@ -96,7 +96,7 @@ fn of_engine(
     }
     let longest = prompts.iter().map(|(_, ids, more)| ids.len() + more).max().unwrap_or(0).min(context);
     let options = subject.options_for(longest, longest.next_multiple_of(PAGE), 1);
-    let mut engine = subject.engines.engine(&subject.checkpoint, subject.tp, options)?;
+    let mut engine = subject.engines.lend(&subject.checkpoint, subject.tp, options)?;
     let mut rows = 0;
     let count = prompts.len();
     for (i, (name, ids, more)) in prompts.into_iter().enumerate() {

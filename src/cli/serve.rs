@@ -1,9 +1,9 @@
 //! `lockstep serve`: the port, the checks, the service, and its end.
 
 pub mod args;
-mod gate;
-mod preflight;
-mod systemd;
+pub mod gate;
+pub mod preflight;
+pub mod systemd;
 mod template;
 
 use std::io::Write;

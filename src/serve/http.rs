@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Frame, Incoming};
 use hyper::header::{self, HeaderName, HeaderValue};
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
@@ -267,24 +267,20 @@ impl Service {
     }
 
     /// A whole body of JSON.
-    async fn body(&self, request: Request<Incoming>) -> Result<Bytes, ApiError> {
+    async fn body(&self, request: Request<Incoming>) -> Result<Vec<u8>, ApiError> {
         let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         if !kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
             let message = format!("content-type: expected application/json, found {kind:?}");
             return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
         }
         let most = self.limits.body;
-        let large = || {
-            let message = format!("the body: expected at most {most} bytes, found more");
-            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
-        };
-        let stated = request.headers().get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
-        if stated.is_some_and(|bytes| bytes > most as u64) {
-            return Err(large());
-        }
-        match timeout(self.limits.body_time, Limited::new(request.into_body(), most).collect()).await {
-            Ok(Ok(body)) => Ok(body.to_bytes()),
-            Ok(Err(e)) if e.is::<LengthLimitError>() => Err(large()),
+        let read = timeout(self.limits.body_time, whole_body(request.into_body(), most));
+        match read.await {
+            Ok(Ok(Some(body))) => Ok(body),
+            Ok(Ok(None)) => {
+                let message = format!("the body: expected at most {most} bytes, found more");
+                Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message))
+            }
             Ok(Err(e)) => {
                 Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", format!("the body did not come whole: {e}")))
             }
@@ -301,7 +297,7 @@ impl Service {
         path: &'static str,
         number: u64,
         key: String,
-        body: Bytes,
+        body: Vec<u8>,
     ) -> Result<Response<Body>, ApiError> {
         let turn = self.encoding.acquire().await.map_err(|e| ApiError::internal(e.to_string()))?;
         let service = self.clone();
@@ -580,6 +576,26 @@ fn head(ask: &Ask, kind: &str, number: u64, model: &Model) -> Head {
         stream: ask.stream,
         include_usage: ask.include_usage,
     }
+}
+
+/// So many times the limit is read of a body that is too large, so that whoever sends it hears why it is refused.
+const PATIENCE: usize = 8;
+
+/// A body of at most so many bytes; nothing if there are more.
+async fn whole_body(mut body: Incoming, most: usize) -> Result<Option<Vec<u8>>, hyper::Error> {
+    let (mut bytes, mut found) = (Vec::new(), 0);
+    while let Some(frame) = body.frame().await {
+        let Ok(data) = frame?.into_data() else { continue };
+        found += data.len();
+        if found > PATIENCE * most {
+            break;
+        }
+        match found > most {
+            true => bytes = Vec::new(),
+            false => bytes.extend_from_slice(&data),
+        }
+    }
+    Ok((found <= most).then_some(bytes))
 }
 
 /// What is told of a model, under each of its names.

@@ -169,8 +169,9 @@ fn a_lost_part_of_the_sum_is_told_from_lost_data_by_bytes() {
         let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
         assert_eq!(culprit.explanation.expect("explained").kind, kind);
         assert!(culprit.fits_as_well.is_empty(), "{typed}: {:?}", culprit.fits_as_well);
-        let mut engine = subject.engine().expect("an engine");
-        subject.target = Some(run_prompt(&mut engine, &subject.ids, points_of(None)).expect("runs").0);
+        let trace =
+            run_prompt(&mut subject.engine().expect("an engine"), &subject.ids, points_of(None)).expect("runs").0;
+        subject.target = Some(trace);
         let culprit = bisect::run(&subject, &Silent).expect("runs").culprit.expect("a culprit");
         let all = culprit.explanation.iter().chain(&culprit.fits_as_well);
         let both: Vec<&str> = all.map(|e| e.kind).collect();

@@ -153,6 +153,8 @@ impl Documented {
             Parsed::Dump(a) => on_cpu(&a.subject.device.device),
             Parsed::Synth(a) => a.small,
             Parsed::Bench(_) | Parsed::Doctor(_) => false,
+            #[cfg(feature = "serve")]
+            Parsed::Serve(a) => a.print_unit,
             #[cfg(feature = "cuda")]
             Parsed::Kernels(a) => matches!(a.action, lockstep::cli::args::KernelsAction::List { .. }),
         };

@@ -7,7 +7,7 @@ use crate::common::odd::{Fault, odd};
 use crate::common::subject::{Silent, check, show, subject, with};
 use crate::common::{GLM5_NANO, NANO52, PICO, golden};
 use lockstep::checkpoint::Checkpoint;
-use lockstep::model::Point;
+use lockstep::model::{Place, Point};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::run_prompt;
 use lockstep::verify::{Subject, logits};
@@ -46,9 +46,9 @@ fn a_lost_partial_sum_shows_in_every_measure_of_distance() {
 fn a_dump_is_judged_by_what_it_holds() {
     let mut of = subject(PICO, 2, 40);
     let mut dump = |keep: fn(Point) -> bool| {
-        let mut engine = of.engine().expect("an engine");
-        let ids = of.ids.clone();
-        of.target = Some(run_prompt(&mut engine, &ids, Arc::new(move |place| keep(place.point))).expect("runs").0);
+        let kept = Arc::new(move |place: Place| keep(place.point));
+        let trace = run_prompt(&mut of.engine().expect("an engine"), &of.ids, kept).expect("runs").0;
+        of.target = Some(trace);
         run(&of)
     };
     let whole = dump(|p| p == Point::Logits || p.is_choice());

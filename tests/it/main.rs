@@ -28,6 +28,8 @@ mod replicas;
 mod scale;
 mod scheduler;
 mod sense;
+#[cfg(feature = "serve")]
+mod serve;
 mod stages;
 mod synth;
 mod terminal;

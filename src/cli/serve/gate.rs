@@ -68,16 +68,21 @@ impl Engines for Lending {
 }
 
 /// What is asked of the gate.
-pub(super) struct Asked {
+pub struct Asked {
+    /// The model.
     pub checkpoint: Arc<Checkpoint>,
+    /// What makes engines like the one that runs.
     pub engines: Arc<dyn Engines>,
+    /// The engine that is going to serve.
     pub engine: Engine,
+    /// The weights are random on purpose.
     pub untrained: bool,
+    /// What memory there is.
     pub room: Room,
 }
 
 /// What the gate found.
-pub(super) struct Passed {
+pub struct Passed {
     /// The engine, which is to serve.
     pub engine: Engine,
     /// What the stages said, for those who ask.
@@ -88,7 +93,7 @@ pub(super) struct Passed {
 ///
 /// # Errors
 /// A stage that did not pass, with what it found; engines that fail.
-pub(super) fn run(asked: Asked, told: &Told) -> Result<Passed, CliError> {
+pub fn run(asked: Asked, told: &Told) -> Result<Passed, CliError> {
     let Asked { checkpoint, engines, engine, untrained, room } = asked;
     let options = *engine.options();
     let tp = engine.tp();

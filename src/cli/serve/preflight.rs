@@ -16,7 +16,7 @@ use crate::shard::budget::Budget;
 
 /// What memory there is for a model.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Room {
+pub struct Room {
     /// Whether two engines fit at a time.
     pub holds_two: bool,
 }
@@ -121,7 +121,11 @@ impl Running {
     fn of(pid: u32) -> Option<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The name may hold anything; what follows the last parenthesis is numbers.
-        let started = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+        let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+        if fields.first() == Some(&"Z") {
+            return None; // it has ended, and only its parent does not know yet
+        }
+        let started = fields.get(19)?.parse().ok()?;
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?.trim().into();
         Some(Running { pid, started, boot })
     }

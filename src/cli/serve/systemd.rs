@@ -15,10 +15,17 @@ const EVERY: Duration = Duration::from_secs(5);
 const EXTEND: &str = "EXTEND_TIMEOUT_USEC=60000000";
 
 /// Tells systemd and the log how far the start is.
-pub(super) struct Told(Mutex<(String, Instant)>);
+pub struct Told(Mutex<(String, Instant)>);
+
+impl Default for Told {
+    fn default() -> Self {
+        Told::new()
+    }
+}
 
 impl Told {
-    pub(super) fn new() -> Self {
+    /// Of a start that begins now.
+    pub fn new() -> Self {
         Told(Mutex::new((String::new(), Instant::now())))
     }
 

@@ -1,0 +1,9 @@
+//! `serve`: what clients see. A script makes the tokens where the engine does not matter.
+
+mod client;
+mod faults;
+mod gate;
+mod process;
+mod script;
+mod verses;
+mod wire;

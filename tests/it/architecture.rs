@@ -133,6 +133,12 @@ fn the_engine_knows_neither_the_reference_nor_the_checks_nor_faults() {
     for folder in ["src/engine", "src/device", "src/comm", "src/probe", "src/shard", "src/model", "src/quant"] {
         assert_absent(folder, &words);
     }
+    assert_absent("src/engine", &["tokio", "serde_json", "Json", "llguidance", "hyper"]);
+}
+
+#[test]
+fn serving_knows_no_checks() {
+    assert_absent("src/serve", &["crate::verify", "crate::diagnose", "crate::cli", "crate::faults"]);
 }
 
 #[test]

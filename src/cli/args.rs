@@ -313,8 +313,7 @@ pub struct BenchArgs {
     /// Repetitions; medians and spread are over these
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub repeat: usize,
-    /// Sequences that decode at once, as 1,8,32: a table of speeds (GPUs only)
-    #[cfg(feature = "cuda")]
+    /// Sequences that decode at once, as 1,8,32: a table of speeds
     #[arg(long, value_delimiter = ',', default_value = "1", value_name = "LIST")]
     pub batch: Vec<usize>,
 }

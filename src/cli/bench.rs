@@ -7,14 +7,12 @@
 #[cfg(feature = "cuda")]
 mod gpu;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::args::BenchArgs;
-#[cfg(feature = "cuda")]
-use super::args::DeviceArg;
 use super::console::Bar;
 use super::device::{Chosen, chosen};
 use super::{CliError, Exit, emit, options};
@@ -25,14 +23,13 @@ use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
 use crate::report::Run;
-use crate::report::bench::{self as record, CpuBench, Memory, Share, Speed, Spread, Sweep};
+use crate::report::bench::{self as record, BatchSpeed, CpuBench, Memory, Share, Speed, Spread, Sweep};
 use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
 
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
-    #[cfg(feature = "cuda")]
-    if args.batch.contains(&0) || (args.batch != [1] && args.device.device == DeviceArg::Cpu) {
-        return Err(CliError::Usage("--batch: expected numbers from 1 on, and --device cuda".into()));
+    if args.batch.contains(&0) {
+        return Err(CliError::Usage("--batch: expected numbers from 1 on, found 0".into()));
     }
     match chosen(&args.device)? {
         Chosen::Cpu(backend) => run_on(&backend, args, out),
@@ -46,8 +43,9 @@ fn run_on(backend: &dyn Backend, args: &BenchArgs, out: &mut dyn Write) -> Resul
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let opened = start.elapsed();
     let config = checkpoint.config();
-    let options = options(&checkpoint, &args.engine)?;
+    let mut options = options(&checkpoint, &args.engine)?;
     check(args, &options)?;
+    make_room(&mut options, args);
     let plan = TpPlan::new(config, args.tp)?;
     let budget = Budget::new(&checkpoint, &plan)?;
     let prompt = prompt(config.vocab, args.prompt);
@@ -57,6 +55,7 @@ fn run_on(backend: &dyn Backend, args: &BenchArgs, out: &mut dyn Write) -> Resul
     let mut engine = Engine::on(backend, checkpoint.clone(), args.tp, options)?;
     let loaded = start.elapsed();
     let speeds = Speeds::measure(&mut engine, &prompt, args)?;
+    let speeds = Speeds { batches: batches(&mut engine, args, &prompt)?, ..speeds };
     drop(engine);
     let peak = peak_resident();
     let shares = shares(backend, &checkpoint, args, options, &prompt)?;
@@ -115,6 +114,54 @@ fn prompt(vocab: usize, n: usize) -> Vec<u32> {
     (0..n as u64).map(|i| (i.wrapping_mul(2_654_435_761) % (1 << 32) % vocab as u64) as u32).collect()
 }
 
+/// Room for the sequences of `--batch`.
+fn make_room(options: &mut Options, args: &BenchArgs) {
+    let most = args.batch.iter().copied().max().unwrap_or(1);
+    options.sequences = most;
+    options.cache_tokens = options.cache_tokens.max(most * (args.prompt + args.steps + 64));
+}
+
+/// Decode speed of several sequences at once, all of the same prompt length.
+fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<BatchSpeed>, CliError> {
+    let mut speeds = Vec::new();
+    if args.batch == [1] {
+        return Ok(speeds);
+    }
+    for n in &args.batch {
+        let mut median = Vec::new();
+        // The first run records.
+        for repeat in 0..=args.repeat.min(3) {
+            let mut scheduler = Scheduler::default();
+            // Those that begin first decode while others are read in, and must not end before the clock does.
+            let most = args.steps + 1 + n;
+            for i in 0..*n {
+                let mut prompt = ids.to_vec();
+                let shift = i % ids.len();
+                prompt.rotate_left(shift); // other tokens, so other experts
+                let request = Request::plain(prompt, most, Vec::new(), Sampling::default());
+                scheduler.add(engine, request)?;
+            }
+            // The clock starts when every prompt is behind its first token.
+            let mut begun = BTreeSet::new();
+            while begun.len() < *n {
+                begun.extend(scheduler.step(engine)?.iter().map(|event| event.sequence));
+            }
+            let (start, mut tokens) = (Instant::now(), 0);
+            for _ in 0..args.steps {
+                tokens += scheduler.step(engine)?.len();
+            }
+            let seconds = start.elapsed().as_secs_f64();
+            begun.into_iter().for_each(|number| scheduler.cancel(engine, number));
+            if repeat > 0 {
+                median.push(tokens as f64 / seconds);
+            }
+        }
+        let tokens_per_second = Spread::new(args.steps, median).median;
+        speeds.push(BatchSpeed { sequences: *n, tokens_per_second });
+    }
+    Ok(speeds)
+}
+
 /// One phase of a run: its wall time, and each rank's operations if they were timed.
 #[derive(Default)]
 struct Phase {
@@ -167,6 +214,7 @@ fn shares(
 struct Speeds {
     prefill: Vec<f64>,
     decode: Vec<f64>,
+    batches: Vec<BatchSpeed>,
 }
 
 impl Speeds {
@@ -197,6 +245,7 @@ impl Speeds {
             weight_bytes_per_token: token,
             weight_bytes_per_second: decode.median * token as f64,
             decode_tokens_per_second: decode,
+            batches: self.batches,
         }
     }
 }

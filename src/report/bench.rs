@@ -52,12 +52,26 @@ pub struct Speed {
     pub decode_tokens_per_second: Spread,
     pub weight_bytes_per_token: u64,
     pub weight_bytes_per_second: f64,
+    pub batches: Vec<BatchSpeed>,
 }
 
 impl Speed {
     fn speeds(&self, page: &mut Page<'_>) -> io::Result<()> {
         page.line(self.prefill_tokens_per_second.line("prefill"))?;
         page.line(self.decode_tokens_per_second.line("decode"))
+    }
+
+    /// A table of several sequences at once, where they were asked for.
+    fn batches(&self, page: &mut Page<'_>) -> io::Result<()> {
+        if self.batches.is_empty() {
+            return Ok(());
+        }
+        let mut t = Table::new(&[">sequences", ">tokens/s", ">tokens/s each"]);
+        for BatchSpeed { sequences: n, tokens_per_second: s } in &self.batches {
+            t.row([n.to_string(), format!("{s:.0}"), format!("{:.0}", s / *n as f64)]);
+        }
+        page.gap()?;
+        page.table(&t)
     }
 }
 
@@ -121,14 +135,15 @@ impl Record for CpuBench {
         page.line(format!("  reads    {}", self.reads()))?;
         page.line(format!("  memory   {}", self.memory.line()))?;
         page.gap()?;
-        page.table(&self.shares())
+        page.table(&self.shares())?;
+        self.speed.batches(page)
     }
 }
 
 impl CpuBench {
     fn reads(&self) -> String {
-        let Speed { weight_bytes_per_token: token, weight_bytes_per_second: speed, .. } = self.speed;
-        let reads = format!("{} of weights per decoded token: {}", bytes(token), rate(speed));
+        let Speed { weight_bytes_per_token: token, weight_bytes_per_second: speed, .. } = &self.speed;
+        let reads = format!("{} of weights per decoded token: {}", bytes(*token), rate(*speed));
         let Some(b) = &self.read_bandwidth else {
             return format!("{reads}; no memory was left to measure the bandwidth");
         };
@@ -256,7 +271,6 @@ pub struct GpuBench {
     pub bandwidth: GpuBandwidth,
     pub step: Step,
     pub memory: GpuMemory,
-    pub batches: Vec<BatchSpeed>,
 }
 
 impl Record for GpuBench {
@@ -309,15 +323,7 @@ impl Record for GpuBench {
         page.line(format!("  memory   {plan} of weights on a rank by the plan, {used} taken from a GPU in all"))?;
         page.gap()?;
         page.table(&step.table())?;
-        if !self.batches.is_empty() {
-            let mut t = Table::new(&[">sequences", ">tokens/s", ">tokens/s each"]);
-            for BatchSpeed { sequences: n, tokens_per_second: s } in &self.batches {
-                t.row([n.to_string(), format!("{s:.0}"), format!("{:.0}", s / *n as f64)]);
-            }
-            page.gap()?;
-            page.table(&t)?;
-        }
-        Ok(())
+        self.speed.batches(page)
     }
 }
 

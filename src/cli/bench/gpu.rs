@@ -2,12 +2,12 @@
 //! read of the same file; operations are timed by events on the GPU, with the launches queued before the first runs; the
 //! bandwidth of copies and of reads is measured in the same process.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Speeds, check, prompt};
+use super::{Speeds, batches, check, make_room, prompt};
 use crate::checkpoint::Checkpoint;
 use crate::cli::args::BenchArgs;
 use crate::cli::console::Bar;
@@ -21,11 +21,9 @@ use crate::device::cuda::memory::PINNED;
 use crate::device::cuda::profile::{Cost, Profile};
 use crate::device::{Batch, Draw, Token};
 use crate::engine::backend::CudaBackend;
-use crate::engine::sampler::Sampling;
-use crate::engine::scheduler::{Request, Scheduler};
 use crate::engine::{Backend, Engine, Options};
 use crate::model::Config;
-use crate::report::bench::{BatchSpeed, Empty, GpuBandwidth, GpuBench, GpuMemory, Load, OpCost, Spread, Step};
+use crate::report::bench::{Empty, GpuBandwidth, GpuBench, GpuMemory, Load, OpCost, Spread, Step};
 use crate::shard::TpPlan;
 use crate::shard::budget::Budget;
 
@@ -38,9 +36,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let config = checkpoint.config().clone();
     let mut options = options(&checkpoint, &args.engine)?;
     check(args, &options)?;
-    let most = args.batch.iter().copied().max().unwrap_or(1);
-    options.sequences = most;
-    options.cache_tokens = options.cache_tokens.max(most * (args.prompt + args.steps + 64));
+    make_room(&mut options, args);
     let plan = TpPlan::new(&config, args.tp)?;
     let budget = Budget::new(&checkpoint, &plan)?;
     let groups = backend.groups(args.tp)?;
@@ -66,6 +62,7 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
     let used: Vec<u64> = used.collect::<Result<_, _>>().map_err(gpu)?;
     let (replays, nodes) = backend.replays();
     let batches = batches(&mut engine, args, &ids)?;
+    let speeds = Speeds { batches, ..speeds };
     drop(engine);
     let costs = profile(backend, &checkpoint, args, options, &config, empty, groups.len())?;
     let alone = if args.tp > 1 { Some(alone(backend, &checkpoint, args, options, &config)?) } else { None };
@@ -104,7 +101,6 @@ pub(super) fn run(backend: &CudaBackend, args: &BenchArgs, out: &mut dyn Write) 
             ops: costs,
         },
         memory: GpuMemory { weights_per_rank_by_plan: budget.trunk_bytes(), used_per_gpu: used },
-        batches,
         speed,
     };
     drop(bar);
@@ -126,47 +122,6 @@ fn read_whole(checkpoint: &Checkpoint) -> Result<u64, CliError> {
         }
     }
     Ok(total)
-}
-
-/// Decode speed of several sequences at once, all of the same prompt length.
-fn batches(engine: &mut Engine, args: &BenchArgs, ids: &[u32]) -> Result<Vec<BatchSpeed>, CliError> {
-    let mut speeds = Vec::new();
-    if args.batch == [1] {
-        return Ok(speeds);
-    }
-    for n in &args.batch {
-        let mut median = Vec::new();
-        // The first run records.
-        for repeat in 0..=args.repeat.min(3) {
-            let mut scheduler = Scheduler::default();
-            // Those that begin first decode while others are read in, and must not end before the clock does.
-            let most = args.steps + 1 + n;
-            for i in 0..*n {
-                let mut prompt = ids.to_vec();
-                let shift = i % ids.len();
-                prompt.rotate_left(shift); // other tokens, so other experts
-                let request = Request::plain(prompt, most, Vec::new(), Sampling::default());
-                scheduler.add(engine, request)?;
-            }
-            // The clock starts when every prompt is behind its first token.
-            let mut begun = BTreeSet::new();
-            while begun.len() < *n {
-                begun.extend(scheduler.step(engine)?.iter().map(|event| event.sequence));
-            }
-            let (start, mut tokens) = (Instant::now(), 0);
-            for _ in 0..args.steps {
-                tokens += scheduler.step(engine)?.len();
-            }
-            let seconds = start.elapsed().as_secs_f64();
-            begun.into_iter().for_each(|number| scheduler.cancel(engine, number));
-            if repeat > 0 {
-                median.push(tokens as f64 / seconds);
-            }
-        }
-        let tokens_per_second = Spread::new(args.steps, median).median;
-        speeds.push(BatchSpeed { sequences: *n, tokens_per_second });
-    }
-    Ok(speeds)
 }
 
 /// The prompt's keys in the cache, without logits; returns the block table.

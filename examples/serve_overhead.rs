@@ -1,0 +1,116 @@
+//! What the way through HTTP costs: the same sequences once by the scheduler alone, once as streams of clients.
+//!
+//!     RAYON_NUM_THREADS=1 cargo run --release --example serve_overhead
+//!
+//! One thread computes; server and clients have the other cores. Prints tokens per second of both, in alternation, and
+//! their ratio.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lockstep::checkpoint::Checkpoint;
+use lockstep::engine::sampler::Sampling;
+use lockstep::engine::scheduler::Request;
+use lockstep::engine::{Attention, Engine, Options};
+use lockstep::serve::api::Model;
+use lockstep::serve::driver::{self, Generator, Serving};
+use lockstep::serve::http::{Keys, Limits, Service};
+use lockstep::serve::listen::listen;
+use lockstep::serve::turn::Markers;
+use lockstep::tokenize::Tokenizer;
+use tokio::runtime::Builder;
+
+type Failed = Box<dyn std::error::Error + Send + Sync>;
+
+const PROMPT: &str = "In the beginning God created the heaven and the earth.";
+const TOKENS: usize = 200;
+const REPEATS: usize = 7;
+
+fn serving(checkpoint: &Arc<Checkpoint>, sequences: usize) -> Result<Serving, Failed> {
+    let options = Options { attention: Attention::Dsa, chunk: 512, cache_tokens: 384 * sequences, sequences };
+    Ok(Serving::new(Engine::cpu(checkpoint.clone(), 1, options)?))
+}
+
+/// Seconds of the scheduler alone.
+fn alone(serving: &mut Serving, prompt: &[u32], sequences: usize) -> Result<f64, Failed> {
+    let start = Instant::now();
+    for _ in 0..sequences {
+        serving.add(Request::plain(prompt.to_vec(), TOKENS, Vec::new(), Sampling::default()))?;
+    }
+    let mut left = sequences * TOKENS;
+    while left > 0 {
+        left -= serving.step()?.events.len();
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// One stream, read to its end.
+fn stream(port: u16) -> Result<(), Failed> {
+    let body =
+        format!(r#"{{"prompt":"{PROMPT}","max_tokens":{TOKENS},"temperature":0,"ignore_eos":true,"stream":true}}"#);
+    let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n";
+    stream.write_all(format!("{head}content-length: {}\r\n\r\n{body}", body.len()).as_bytes())?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    match text.contains("data: [DONE]") && text.contains("\"length\"") {
+        true => Ok(()),
+        false => Err(text.into()),
+    }
+}
+
+/// Seconds of as many clients.
+fn clients(port: u16, sequences: usize) -> Result<f64, Failed> {
+    let start = Instant::now();
+    let all: Vec<_> = (0..sequences).map(|_| std::thread::spawn(move || stream(port))).collect();
+    for thread in all {
+        thread.join().map_err(|_| "a client panicked")??;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn main() -> Result<(), Failed> {
+    let checkpoint = Arc::new(Checkpoint::open(std::env::args().nth(1).map(Into::into).as_deref())?);
+    let tokenizer = Arc::new(Tokenizer::new(&checkpoint.tokenizer_spec()?)?);
+    let prompt = tokenizer.prompt_ids(PROMPT)?;
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    for sequences in [1, 16] {
+        let mut direct = serving(&checkpoint, sequences)?;
+        let service = Arc::new(Service::new(Limits::default(), Keys::default(), None));
+        let listener = runtime.block_on(tokio::net::TcpListener::bind(("127.0.0.1", 0)))?;
+        let port = listener.local_addr()?.port();
+        runtime.spawn(listen(listener, service.clone(), 64));
+        let served = serving(&checkpoint, sequences)?;
+        let orders = driver::start(served, tokenizer.clone(), service.shared.clone(), service.metrics.clone())?;
+        let model = Model {
+            names: vec!["model".into()],
+            tokenizer: tokenizer.clone(),
+            markers: Markers::of(&tokenizer),
+            knows_tools: false,
+            stop: Vec::new(),
+            vocab: tokenizer.len(),
+            context: checkpoint.config().context,
+            sequences,
+            created: 0,
+            fingerprint: String::new(),
+            also_reasoning: false,
+            verified: false,
+            verification: serde_json::Value::Null,
+        };
+        service.ready(model, Sampling::default(), orders);
+        let mut ratios = Vec::new();
+        for repeat in 0..=REPEATS {
+            let (a, b) = (alone(&mut direct, &prompt, sequences)?, clients(port, sequences)?);
+            let speed = |seconds: f64| (sequences * TOKENS) as f64 / seconds;
+            if repeat > 0 {
+                println!("{sequences} streams: {:.0} tokens/s alone, {:.0} through HTTP", speed(a), speed(b));
+                ratios.push(a / b);
+            }
+        }
+        ratios.sort_by(f64::total_cmp);
+        println!("{sequences} streams: {:.3} of the speed (median of {REPEATS})", ratios[REPEATS / 2]);
+    }
+    Ok(())
+}

@@ -72,7 +72,8 @@ fn clients(port: u16, sequences: usize) -> Result<f64, Failed> {
 }
 
 fn main() -> Result<(), Failed> {
-    let checkpoint = Arc::new(Checkpoint::open(std::env::args().nth(1).map(Into::into).as_deref())?);
+    let path = std::env::args_os().nth(1).map(std::path::PathBuf::from);
+    let checkpoint = Arc::new(Checkpoint::open(path.as_deref())?);
     let tokenizer = Arc::new(Tokenizer::new(&checkpoint.tokenizer_spec()?)?);
     let prompt = tokenizer.prompt_ids(PROMPT)?;
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -92,6 +93,7 @@ fn main() -> Result<(), Failed> {
             stop: Vec::new(),
             vocab: tokenizer.len(),
             context: checkpoint.config().context,
+            longest_token: tokenizer.longest(),
             sequences,
             created: 0,
             fingerprint: String::new(),

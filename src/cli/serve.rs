@@ -256,6 +256,7 @@ fn model(
         stop: tokenizer.stop_ids().ids.iter().map(|s| s.id).collect(),
         vocab: engine.config().vocab.min(tokenizer.len()),
         context: engine.config().context.min(engine.options().cache_tokens),
+        longest_token: tokenizer.longest(),
         sequences: args.sequences,
         created: chrono::Utc::now().timestamp(),
         fingerprint: format!("lockstep-{}-{}-{recipe}-tp{}", env!("CARGO_PKG_VERSION"), args.device.device, args.tp),

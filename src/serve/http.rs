@@ -13,6 +13,7 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Frame, Incoming};
 use hyper::header::{self, HeaderName, HeaderValue};
+use hyper::http::request::Parts;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
@@ -112,7 +113,7 @@ pub struct Service {
     loaded: OnceLock<Loaded>,
     numbers: AtomicU64,
     /// Texts that are encoded at once.
-    encoding: Semaphore,
+    encoding: Arc<Semaphore>,
     /// Names of fields that were ignored and are in the log.
     ignored: Mutex<BTreeSet<String>>,
 }
@@ -143,7 +144,7 @@ impl Service {
             cors,
             loaded: OnceLock::new(),
             numbers: AtomicU64::new(0),
-            encoding: Semaphore::new(2),
+            encoding: Arc::new(Semaphore::new(2)),
             ignored: Mutex::default(),
         }
     }
@@ -164,9 +165,17 @@ impl Service {
         let is = |(known, ..): &&(&str, &str, bool)| path == *known || known.ends_with('/') && path.starts_with(*known);
         let route = ROUTES.iter().find(is).unwrap_or(&ROUTES[ROUTES.len() - 1]);
         let began = Instant::now();
-        let mut response = match self.clone().route(route, number, request).await {
+        let (head, body) = request.into_parts();
+        let mut body = Some(body);
+        let mut response = match self.clone().route(route, number, &head, &mut body).await {
             Ok(response) => response,
-            Err(error) => failed(&error),
+            Err(error) => {
+                // Whoever still sends would find the connection closed in place of the error.
+                if let Some(rest) = body.take() {
+                    let _ = timeout(LINGER, whole_body(rest, self.limits.body)).await;
+                }
+                failed(&error)
+            }
         };
         let status = response.status().as_u16();
         self.metrics.requests.get_or_create(&Answered { route: route.0, status }).inc();
@@ -188,11 +197,12 @@ impl Service {
         self: Arc<Self>,
         (path, allowed, locked): &(&'static str, &'static str, bool),
         number: u64,
-        request: Request<Incoming>,
+        head: &Parts,
+        body: &mut Option<Incoming>,
     ) -> Result<Response<Body>, ApiError> {
-        let method = request.method();
+        let method = &head.method;
         if path.is_empty() {
-            let message = format!("there is nothing at {}", request.uri().path());
+            let message = format!("there is nothing at {}", head.uri.path());
             return Err(ApiError::new(StatusCode::NOT_FOUND, "not_found", message));
         }
         if method == Method::OPTIONS && self.cors.is_some() {
@@ -203,7 +213,7 @@ impl Service {
             let error = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message);
             return Err(ApiError { allow: Some(allowed), ..error });
         }
-        let key = self.keys.admits(request.headers());
+        let key = self.keys.admits(&head.headers);
         let Some(key) = key.or_else(|| (!locked).then(String::new)) else {
             let message = "expected a valid key as `Authorization: Bearer KEY` or `x-api-key: KEY`";
             return Err(ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message));
@@ -216,11 +226,11 @@ impl Service {
                 Ok(of_type("application/openmetrics-text; version=1.0.0; charset=utf-8", text))
             }
             "/v1/models" => Ok(whole(StatusCode::OK, &self.models())),
-            "/v1/models/" => self.model(request.uri().path().trim_start_matches("/v1/models/")),
+            "/v1/models/" => self.model(head.uri.path().trim_start_matches("/v1/models/")),
             "/v1/verification" => Ok(whole(StatusCode::OK, &self.running()?.model.verification)),
             _ => {
                 self.running()?;
-                let body = self.body(request).await?;
+                let body = self.body(&head.headers, body).await?;
                 self.post(path, number, key, body).await
             }
         }
@@ -267,15 +277,15 @@ impl Service {
     }
 
     /// A whole body of JSON.
-    async fn body(&self, request: Request<Incoming>) -> Result<Vec<u8>, ApiError> {
-        let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    async fn body(&self, headers: &HeaderMap, body: &mut Option<Incoming>) -> Result<Vec<u8>, ApiError> {
+        let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         if !kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
             let message = format!("content-type: expected application/json, found {kind:?}");
             return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
         }
         let most = self.limits.body;
-        let read = timeout(self.limits.body_time, whole_body(request.into_body(), most));
-        match read.await {
+        let Some(body) = body.take() else { return Ok(Vec::new()) };
+        match timeout(self.limits.body_time, whole_body(body, most)).await {
             Ok(Ok(Some(body))) => Ok(body),
             Ok(Ok(None)) => {
                 let message = format!("the body: expected at most {most} bytes, found more");
@@ -299,29 +309,35 @@ impl Service {
         key: String,
         body: Vec<u8>,
     ) -> Result<Response<Body>, ApiError> {
-        let turn = self.encoding.acquire().await.map_err(|e| ApiError::internal(e.to_string()))?;
+        let turn = self.encoding.clone().acquire_owned().await.map_err(|e| ApiError::internal(e.to_string()))?;
         let service = self.clone();
-        let read = tokio::task::spawn_blocking(move || service.read(path, number, &key, &body));
+        // The turn goes with the work: a client who goes while it is done must not let another begin beside it.
+        let read = tokio::task::spawn_blocking(move || {
+            let _turn = turn;
+            service.read(path, number, &key, &body)
+        });
         let asked = read.await.map_err(|e| ApiError::internal(e.to_string()))??;
-        drop(turn);
         let (mut response, ignored) = match asked {
             Asked::Said(json, ignored) => (whole(StatusCode::OK, &json), ignored),
             Asked::Answers(jobs, reply, stream, ignored) => (self.clone().submit(jobs, reply, stream).await?, ignored),
         };
         if !ignored.is_empty() {
             self.note_ignored(&ignored);
-            let names: Vec<String> = ignored.iter().map(|name| name.escape_default().to_string()).collect();
-            put(response.headers_mut(), "x-lockstep-ignored", &names.join(", "));
+            let mut names = ignored.iter().take(NAMES).map(|name| short(name)).collect::<Vec<_>>().join(", ");
+            if ignored.len() > NAMES {
+                names += &format!(" and {} more", ignored.len() - NAMES);
+            }
+            put(response.headers_mut(), "x-lockstep-ignored", &names);
         }
         Ok(response)
     }
 
     fn note_ignored(&self, names: &[String]) {
         let mut known = self.ignored.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in names {
+        for name in names.iter().take(NAMES).map(|name| short(name)) {
             // Names come from outside: so many are enough.
             if known.len() < 256 && known.insert(name.clone()) {
-                tracing::warn!(field = %name.escape_default(), "a field that is not known here is ignored");
+                tracing::warn!(field = name, "a field that is not known here is ignored");
             }
         }
     }
@@ -385,9 +401,8 @@ impl Service {
             _ => {
                 let ids =
                     fields.any("tokens").ok_or_else(|| fields.error("tokens", "expected an array of token ids"))?;
-                let prompt = json!({ "prompt": ids });
-                let prompts = completions::prompts(&mut Fields::of(&prompt, "")?, model)?;
-                Ok(Asked::Said(json!({ "prompt": prompts[0].text }), fields.ignored()))
+                let text = completions::text_of(ids, model, "tokens")?;
+                Ok(Asked::Said(json!({ "prompt": text }), fields.ignored()))
             }
         }
     }
@@ -577,6 +592,18 @@ fn head(ask: &Ask, kind: &str, number: u64, model: &Model) -> Head {
         include_usage: ask.include_usage,
     }
 }
+
+/// Most ignored fields that are named, and characters of each name.
+const NAMES: usize = 32;
+const NAME: usize = 64;
+
+/// A name from outside, for a header and the log.
+fn short(name: &str) -> String {
+    name.chars().take(NAME).collect::<String>().escape_default().to_string()
+}
+
+/// Time in which the rest of a body is read that nobody wants.
+const LINGER: Duration = Duration::from_secs(2);
 
 /// So many times the limit is read of a body that is too large, so that whoever sends it hears why it is refused.
 const PATIENCE: usize = 8;

@@ -4,12 +4,15 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::StatusCode;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::TcpListener;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use super::api::error::ApiError;
 use super::http::Service;
 use super::state::State;
 
@@ -23,7 +26,6 @@ const HEAD_BYTES: usize = 64 << 10;
 pub async fn listen(listener: TcpListener, service: Arc<Service>, most: usize) {
     let room = Arc::new(Semaphore::new(most));
     loop {
-        let Ok(place) = room.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(e) => {
@@ -32,6 +34,10 @@ pub async fn listen(listener: TcpListener, service: Arc<Service>, most: usize) {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
+        };
+        let Ok(place) = room.clone().try_acquire_owned() else {
+            tokio::spawn(refuse(stream));
+            continue;
         };
         let _ = stream.set_nodelay(true); // frames are small; without it they only come later
         let (service, mut state) = (service.clone(), service.shared.watch());
@@ -59,4 +65,17 @@ pub async fn listen(listener: TcpListener, service: Arc<Service>, most: usize) {
             let _ = connection.await;
         });
     }
+}
+
+/// Tells one connection too many that it is.
+async fn refuse(mut stream: TcpStream) {
+    let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_connections", "there are too many connections");
+    let body = error.json().to_string();
+    let reply = format!(
+        "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    // It may be gone by now.
+    let _ = tokio::time::timeout(Duration::from_secs(1), stream.write_all(reply.as_bytes())).await;
 }

@@ -262,6 +262,11 @@ impl Tokenizer {
         self.pieces.bytes(id)
     }
 
+    /// Bytes of the longest token.
+    pub fn longest(&self) -> usize {
+        self.pieces.bytes.iter().map(|bytes| bytes.len()).max().unwrap_or(0)
+    }
+
     /// Id of a control or user-defined literal.
     pub fn literal_id(&self, literal: &str) -> Option<u32> {
         self.literals.get(literal).copied()

@@ -21,11 +21,10 @@ const STOP_IDS: usize = 1024;
 const COLDEST: f64 = 1e-4;
 
 /// Fields that would change the answer, and are not known here.
-const REFUSED: [(&str, &str); 10] = [
+const REFUSED: [(&str, &str); 9] = [
     ("functions", "is not supported"),
     ("function_call", "is not supported"),
     ("audio", "is not supported: text only"),
-    ("modalities", "is not supported: text only"),
     ("prediction", "is not supported"),
     ("suffix", "is not supported"),
     ("tools", "tool calls are not supported"),
@@ -95,6 +94,11 @@ impl Ask {
         {
             return Err(fields.error("response_format", "constrained output is not supported: expected type text"));
         }
+        if let Some(kinds) = fields.any("modalities")
+            && *kinds != serde_json::json!(["text"])
+        {
+            return Err(fields.error("modalities", "expected text alone"));
+        }
         if fields.integer("best_of", 0, i64::MAX)?.is_some_and(|n| n > 1) {
             return Err(fields.error("best_of", "expected at most 1"));
         }
@@ -151,11 +155,15 @@ impl Ask {
             return Ok(wanted);
         }
         let answer = self.most.map_or("at least one of the answer".into(), |most| format!("{most} of the answer"));
-        let message =
-            format!("the context has room for {context} tokens; found {tokens} of the prompt and {answer} beside it");
-        let error = ApiError::field(param, message);
-        Err(ApiError { code: "context_length_exceeded".into(), ..error })
+        Err(over_context(param, context, &format!("{tokens} tokens of the prompt and {answer}")))
     }
+}
+
+/// More than the context has room for. Clients know it by these words.
+pub fn over_context(param: &str, context: usize, found: &str) -> ApiError {
+    let error =
+        ApiError::field(param, format!("this model's maximum context length is {context} tokens; found {found}"));
+    ApiError { code: "context_length_exceeded".into(), ..error }
 }
 
 fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {

@@ -67,6 +67,7 @@ pub fn prompt(fields: &mut Fields<'_>, model: &Model) -> Result<Vec<u32>, ApiErr
         ..ApiError::field("messages", format!("the chat template: {e}"))
     };
     let text = model.tokenizer.render_chat(&messages, begins, &marks.map(&extra)).map_err(template)?;
+    model.holds(&text, "messages")?;
     let ids = marks.ids(&text).map_err(|e| ApiError::internal(e.to_string()))?;
     match ids.is_empty() {
         false => Ok(ids),

@@ -73,11 +73,23 @@ pub fn prompts(fields: &mut Fields<'_>, model: &Model) -> Result<Vec<Prompt>, Ap
 
 fn of_text(text: &str, special: bool, model: &Model, path: &str) -> Result<Prompt, ApiError> {
     let tokenizer = &model.tokenizer;
+    model.holds(text, path)?;
     let ids = if special { tokenizer.prompt_ids(text) } else { tokenizer.plain_ids(text) };
     let ids = ids.map_err(|e| ApiError::internal(e.to_string()))?;
     match ids.is_empty() {
         false => Ok(Prompt { ids, text: text.into() }),
         true => Err(ApiError::field(path, "expected at least one token, found an empty text")),
+    }
+}
+
+/// The text of an array of ids.
+///
+/// # Errors
+/// Something else.
+pub fn text_of(ids: &Json, model: &Model, path: &str) -> Result<String, ApiError> {
+    match ids {
+        Json::Array(ids) => Ok(of_ids(ids, model, path)?.text),
+        other => Err(ApiError::field(path, format!("expected an array of token ids, found {}", kind(other)))),
     }
 }
 

@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use serde_json::Value as Json;
 
+use self::ask::over_context;
+use self::error::ApiError;
 use super::turn::Markers;
 use crate::tokenize::Tokenizer;
 
@@ -34,6 +36,8 @@ pub struct Model {
     pub context: usize,
     /// Most sequences that run at once.
     pub sequences: usize,
+    /// Bytes of the longest token.
+    pub longest_token: usize,
     /// Seconds since 1970 at which it was loaded.
     pub created: i64,
     /// Build and recipe.
@@ -44,4 +48,18 @@ pub struct Model {
     pub verified: bool,
     /// What the checks said.
     pub verification: Json,
+}
+
+impl Model {
+    /// Refuses a text that cannot fit however it is cut into tokens, before it is cut.
+    ///
+    /// # Errors
+    /// Such a text.
+    pub fn holds(&self, text: &str, param: &str) -> Result<(), ApiError> {
+        let least = text.len() / self.longest_token.max(1);
+        match least > self.context {
+            true => Err(over_context(param, self.context, &format!("at least {least} tokens of the prompt"))),
+            false => Ok(()),
+        }
+    }
 }

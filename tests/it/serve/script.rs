@@ -196,6 +196,7 @@ pub fn over(setup: &Setup, generator: impl Generator + 'static) -> Running {
         stop: tokenizer.stop_ids().ids.iter().map(|s| s.id).collect(),
         vocab: tokenizer.len(),
         context: setup.context,
+        longest_token: tokenizer.longest(),
         sequences: setup.sequences,
         created: 1,
         fingerprint: "test".into(),

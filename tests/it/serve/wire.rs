@@ -259,7 +259,7 @@ fn the_table_of_errors() {
     let over = send(CHAT, &with(hello(), "max_tokens", json!(64)).to_string());
     assert_eq!(over.code(), (400, "context_length_exceeded".into()));
     let message = over.json()["error"]["message"].to_string();
-    assert!(message.matches("64").count() == 2 && message.contains(" tokens; found "), "{message}");
+    assert!(message.matches("64").count() == 2 && message.contains("maximum context length"), "{message}");
     assert_eq!(ask(port, "GET", "/nothing", &[key], "").code(), (404, "not_found".into()));
     let wrong = ask(port, "GET", CHAT, &[key], "");
     assert_eq!((wrong.code(), wrong.header("allow")), ((405, "method_not_allowed".into()), Some("POST")));
@@ -417,4 +417,31 @@ fn half_sent_requests_and_their_like() {
         assert!(Instant::now() < until, "something is still asked for");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+#[test]
+fn what_is_not_known_is_named_briefly() {
+    let running = start(&Setup::default(), says("a"));
+    let mut body = hello();
+    for i in 0..1000 {
+        body[format!("unknown{i}")] = json!(1);
+    }
+    body["x".repeat(1 << 20)] = json!(1);
+    let reply = post(running.port, CHAT, &body);
+    assert_eq!(reply.status, 200);
+    let header = reply.header("x-lockstep-ignored").unwrap();
+    assert!(header.len() < 4096 && header.starts_with("unknown0, ") && header.ends_with("and 969 more"), "{header}");
+    for tokens in [json!("x"), json!(["x"]), json!([[1]]), json!([99999])] {
+        let reply = post(running.port, "/detokenize", &json!({ "tokens": tokens }));
+        let param = reply.json()["error"]["param"].as_str().unwrap().to_string();
+        assert!(reply.status == 400 && param.starts_with("tokens"), "{tokens}: {}", reply.body);
+    }
+    // A text that cannot fit is refused before it is cut into tokens.
+    let long = json!({ "messages": [{ "role": "user", "content": "a".repeat(6 << 20) }] });
+    let reply = post(running.port, CHAT, &long);
+    assert_eq!(reply.code(), (400, "context_length_exceeded".into()));
+    // Whoever sends a large body to the wrong place hears what is wrong.
+    let large = "x".repeat(4 << 20);
+    assert_eq!(ask(running.port, "POST", "/nothing", &[JSON], &large).status, 404);
+    assert_eq!(ask(running.port, "POST", "/v1/models", &[JSON], &large).status, 405);
 }

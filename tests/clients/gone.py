@@ -94,6 +94,21 @@ def going(binary):
                 check("at rest", at_rest(url, 1) is not None)
 
 
+def texts(binary):
+    """Long texts whose clients went before they were encoded must not stand before those of others."""
+    with Server(binary) as server:
+        for _ in range(12):
+            s = sent(server.url, ask("a" * (7 << 20)))
+            time.sleep(0.05)
+            s.close()
+        time.sleep(0.2)
+        began = time.monotonic()
+        text = call(server.url, CHAT, ask("John 13:17", temperature=0), timeout=300).json["choices"][0]["message"]["content"]
+        took = time.monotonic() - began
+        check("12 long texts whose clients went: the next request is answered within 10 s", took < 10 and text.startswith("If ye"), f"{took:.1f} s")
+        check("and memory stays below 500 MiB", server.usage()["mib"] < 500, f"{server.usage()['mib']:.0f} MiB")
+
+
 def markers(binary):
     with Server(binary) as server:
         url = server.url
@@ -236,7 +251,7 @@ def ends(binary):
 
 
 binary = script(__doc__)
-for part in (going, markers, ends):
+for part in (going, texts, markers, ends):
     with check.part(part.__name__):
         part(binary)
 check.exit()

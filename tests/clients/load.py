@@ -161,16 +161,19 @@ def keys():
             for _ in range(2):
                 answer = call(server.url, "/v1/chat/completions", {**body, **more}, key).json
                 counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            check(f"{name}: the text is {'new, then ' if new else ''}in the cache", counts[1] > counts[0] and (not new or counts[0] == 0), counts)
+            check(f"{name}: the text is {'new, then ' if new else ''}in the cache", counts[1] > 0 and (not new or counts[0] == 0), counts)
 
 
-async def warm_up(load):
-    await load.run(min(SECONDS, 6), STREAMS)
+def warm_up(server):
+    """Every page is touched once, and every buffer has its size."""
+    for i in range(80):
+        call(server.url, "/v1/completions", {"model": MODEL, "prompt": [100 + i + j for j in range(380)], "max_tokens": 2})
+    for _ in range(2):
+        asyncio.run(Load(server.url, server.port).run(6, STREAMS))
+        at_rest(server.url, 20)
 
 
-# What exact arithmetic does not quote.
 with Server(binary, "--queue", "1000") as server:
-    LOST = {v for v, answer in ALL[:0]}
     probe = Load(server.url, server.port)
     async def greedy():
         gate = asyncio.Semaphore(16)
@@ -178,10 +181,10 @@ with Server(binary, "--queue", "1000") as server:
             async with gate:
                 return await probe.one(ask(v, stream=True, temperature=0), None)
         return await asyncio.gather(*(one(v) for v, _ in ALL))
+    # What exact arithmetic does not quote.
     LOST = {v for (v, answer), got in zip(ALL, asyncio.run(greedy())) if got[0] != answer}
     check("verses are quoted alone", len(LOST) <= 3, f"all but {len(LOST)}")
-    asyncio.run(warm_up(Load(server.url, server.port)))
-    at_rest(server.url, 10)
+    warm_up(server)
     time.sleep(11)  # idle threads go
     warm = server.usage()
     load = Load(server.url, server.port)

@@ -213,6 +213,14 @@ def owned(url):
     return metrics(url)['lockstep_pages{state="owned"}']
 
 
+def fill(url):
+    """Writes to every page of the cache once: what is never written takes no memory."""
+    at = 0
+    while metrics(url)['lockstep_pages{state="free"}'] > 2 and at < 500:
+        call(url, "/v1/completions", {"model": MODEL, "prompt": [100 + at + i for i in range(380)], "max_tokens": 2})
+        at += 1
+
+
 def at_rest(url, seconds=5):
     """Seconds until no page is owned and nothing is asked for; None if that does not come in time."""
     began = time.monotonic()

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 
-from common import MODEL, Checks, Server, ask, at_rest, call, head, metrics, owned, script, until, usage, verses
+from common import MODEL, Checks, Server, ask, at_rest, call, fill, head, metrics, owned, script, until, usage, verses
 
 check = Checks()
 binary = script(__doc__)
@@ -166,8 +166,7 @@ def keys():
 
 def warm_up(server):
     """Every page is touched once, and every buffer has its size."""
-    for i in range(80):
-        call(server.url, "/v1/completions", {"model": MODEL, "prompt": [100 + i + j for j in range(380)], "max_tokens": 2})
+    fill(server.url)
     for _ in range(2):
         asyncio.run(Load(server.url, server.port).run(6, STREAMS))
         at_rest(server.url, 20)

@@ -8,7 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from common import MODEL, Checks, Server, ask, at_rest, call, chat, connect, head, owned, raw, script, until
+from common import MODEL, Checks, Server, ask, at_rest, call, chat, connect, fill, head, owned, raw, script, until
 
 check = Checks()
 binary = script(__doc__)
@@ -439,6 +439,7 @@ def many(server):
 
 
 with Server(binary) as server:
+    fill(server.url)
     for part in (fields, routes, bodies):
         with check.part(part.__name__):
             part(server.url, *([lambda: server.usage()["mib"]] if part is bodies else []))

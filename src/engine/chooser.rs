@@ -110,7 +110,7 @@ impl Chooser {
             return Choice::NoNumbers;
         }
         let Wishes { bias, presence, frequency, least, logprobs, mask, .. } = &self.wishes;
-        let id = if self.draw().is_some() && logprobs.is_none() {
+        let id = if self.draw().is_some() {
             self.sampling.choose(position, logits)
         } else {
             let mut altered = logits.to_vec();

@@ -278,7 +278,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::tokenize::TokenizerSpec;
+    use crate::tokenize::{TokenizerSpec, char_of};
 
     const THINK: u32 = 256;
     const END_THINK: u32 = 257;
@@ -290,11 +290,6 @@ mod tests {
 
     /// Ids 0 to 255 are the bytes; markers are control tokens, or user-defined.
     fn tokenizer(markers: i32) -> Arc<Tokenizer> {
-        let char_of = |b: u8| -> char {
-            let direct = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-            let shifted = (0..b).filter(|b| !direct(*b)).count() as u32;
-            if direct(b) { char::from(b) } else { char::from_u32(256 + shifted).unwrap() }
-        };
         let mut tokens: Vec<String> = (0..=255).map(|b| char_of(b).to_string()).collect();
         tokens.extend(["<think>", "</think>", "<|user|>", "<|assistant|>"].map(String::from));
         tokens.extend([&[0xf0, 0x9f][..], &[0x99, 0x82]].map(|bytes| bytes.iter().map(|b| char_of(*b)).collect()));

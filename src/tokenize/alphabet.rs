@@ -21,7 +21,7 @@ static CHARS: LazyLock<[char; 256]> = LazyLock::new(|| {
 });
 
 /// The character that stands for `byte`.
-pub(super) fn char_of(byte: u8) -> char {
+pub(crate) fn char_of(byte: u8) -> char {
     CHARS[usize::from(byte)]
 }
 

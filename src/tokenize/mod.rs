@@ -20,6 +20,8 @@ mod stop;
 mod stream;
 mod template;
 
+#[cfg(test)]
+pub(crate) use alphabet::char_of;
 pub use bpe::Tokenizer;
 pub use checks::{Check, Finding, PROBE};
 pub use error::TokenizeError;

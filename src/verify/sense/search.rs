@@ -209,7 +209,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// What each text costs where the half of a layer is left out that matters least, for the halves that do not help.
+    /// What each text costs where halves of layers, and whole layers, are left out: of those that matter least, by the race.
     ///
     /// # Errors
     /// Those of the engine.

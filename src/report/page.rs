@@ -4,6 +4,10 @@
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 
+use textwrap::WordSeparator;
+use textwrap::core::{Word, break_words};
+use textwrap::wrap_algorithms::wrap_first_fit;
+
 use super::table::Table;
 use super::verdict::Verdict;
 
@@ -113,13 +117,33 @@ impl<'a> Page<'a> {
     }
 }
 
-/// Breaks a line between words, never within one, so that paths stay whole; what follows stands two columns further in
-/// than its beginning.
+/// Breaks a line between words; what follows stands two columns further in than its beginning. A word that is wider than a
+/// line is broken within, as the last resort: quoted text may have no spaces. Paths and addresses stay whole, to be copied.
 pub(super) fn wrap(text: &str, width: usize) -> String {
-    let indent = " ".repeat(text.len() - text.trim_start().len());
-    let further = format!("{indent}  ");
-    let options = textwrap::Options::new(width).initial_indent(&indent).subsequent_indent(&further);
-    textwrap::fill(text.trim(), options.break_words(false).word_splitter(textwrap::WordSplitter::NoHyphenation))
+    let indent = text.len() - text.trim_start().len();
+    let room = [width.saturating_sub(indent).max(1), width.saturating_sub(indent + 2).max(1)];
+    let mut words: Vec<Word<'_>> = Vec::new();
+    for word in WordSeparator::AsciiSpace.find_words(text.trim()) {
+        match is_path(&word) {
+            true => words.push(word),
+            false => words.extend(break_words([word], room[1])),
+        }
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for (i, line) in wrap_first_fit(&words, &room.map(|n| n as f64)).into_iter().enumerate() {
+        let before = if i == 0 { indent } else { indent + 2 };
+        out.push_str(&" ".repeat(before));
+        line.iter().for_each(|word| [word.word, word.whitespace].iter().for_each(|part| out.push_str(part)));
+        out.truncate(out.trim_end_matches(' ').len());
+        out.push('\n');
+    }
+    out.pop();
+    out
+}
+
+/// True for what people copy: a path from the root, or an address.
+fn is_path(word: &str) -> bool {
+    word.trim_start_matches(['(', '"', '`']).starts_with('/') || word.contains("://")
 }
 
 #[cfg(test)]
@@ -141,5 +165,7 @@ mod tests {
     fn lines_are_broken_between_words() {
         assert_eq!(wrap("  one two three", 11), "  one two\n    three");
         assert_eq!(wrap("/a/long-path one", 8), "/a/long-path\n  one");
+        assert_eq!(wrap("a \"quoted<|text|>\" b", 9), "a\n  \"quoted\n  <|text|\n  >\" b", "a last resort");
+        assert_eq!(wrap("", 9), "");
     }
 }

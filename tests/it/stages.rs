@@ -492,7 +492,7 @@ fn a_part_that_differs_is_found_and_named_where_it_is() {
         let (a, b) = data(m, up).split_at_mut(7 * size);
         a[3 * size..4 * size].swap_with_slice(&mut b[..size]);
     });
-    named(bad, "blk.2.ffn_up_exps", &["WRONG_TENSOR", "matrix 7", "matrix 3", "of 2 that differ"]);
+    named(bad, "blk.2.ffn_up_exps", &["WRONG_TENSOR", "matrix 7", "expert 3 of layer 2", "of 2 that differ"]);
     // One super-block with twice its scale, in one expert.
     let bad = against(&|m| {
         let at = 5 * expert(m) + 9 * Q4_K;
@@ -506,6 +506,41 @@ fn a_part_that_differs_is_found_and_named_where_it_is() {
     let bad = against(&|m| data(m, "blk.2.attn_q_a.weight")[5 * Q4_K + 20] ^= 1);
     named(bad, "blk.2.attn_q_a", &["BYTES: 1 of", "all others are, byte for byte"]);
     assert!(against(&|_| ()).is_empty());
+}
+
+/// What was read from another layer is named by that layer, however far it is.
+#[test]
+fn data_of_another_layer_are_named_by_their_place() {
+    let found = |damage: &dyn Fn(&mut Model)| {
+        let mut model = nano();
+        damage(&mut model);
+        let mut subject = subject(edited(&model), 1);
+        subject.baseline = Some(edited(&nano()));
+        failures(&weights::run(&subject, &Silent).unwrap())
+    };
+    let named = |bad: Vec<(String, String)>, param: &str, holds: &str| {
+        assert_eq!(bad.len(), 1, "{bad:?}");
+        assert!(bad[0].0 == format!("{param} = baseline") && bad[0].1.contains(holds), "{holds} in {bad:?}");
+    };
+    let copy = |m: &mut Model, [from, to]: [&str; 2], [source, target]: [usize; 2], parts: usize| {
+        let size = data(m, from).len() / parts;
+        let bytes = data(m, from)[source * size..(source + 1) * size].to_vec();
+        data(m, to)[target * size..(target + 1) * size].copy_from_slice(&bytes);
+    };
+    let ups = ["blk.5.ffn_up_exps.weight", "blk.2.ffn_up_exps.weight"];
+    let bad = found(&|m| copy(m, ups, [3, 1], 8));
+    named(
+        bad,
+        "blk.2.ffn_up_exps",
+        "WRONG_TENSOR: holds the baseline's expert 3 of layer 5 (blk.5.ffn_up_exps) (matrix 1",
+    );
+    let bad = found(&|m| copy(m, ups, [0, 0], 1));
+    named(bad, "blk.2.ffn_up_exps", "WRONG_TENSOR: holds the baseline's blk.5.ffn_up_exps");
+    let bad = found(&|m| copy(m, ["blk.5.attn_q_a.weight", "blk.1.attn_q_a.weight"], [0, 0], 1));
+    named(bad, "blk.1.attn_q_a", "WRONG_TENSOR: holds the baseline's blk.5.attn_q_a");
+    let bad = found(&|m| copy(m, ["blk.4.attn_k_b.weight", "blk.1.attn_k_b.weight"], [6, 2], 8));
+    named(bad, "blk.1.attn_k_b", "WRONG_TENSOR: holds the baseline's head 6 of layer 4 (blk.4.attn_k_b)");
+    assert!(found(&|_| ()).is_empty());
 }
 
 /// Norms are kept as they are, so a bf16 baseline leaves them no room at all; blocks have the room that their type needs.

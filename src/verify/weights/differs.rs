@@ -8,7 +8,7 @@ use ndarray::{Array2, ArrayView1};
 
 use super::distance::{Found, Part, matrix, relative, stack};
 use super::expected::Oracle;
-use crate::model::Param;
+use crate::model::{Kind, Param};
 use crate::verify::param_map::reference_of;
 
 /// A parameter of a model, and what it is compared with.
@@ -50,7 +50,7 @@ impl Differs<'_> {
         }
         if matches!(part, Part::Whole(_) | Part::Matrix(_)) {
             if let Some(held) = self.held(&t)? {
-                return Ok(format!("WRONG_TENSOR: holds the baseline's {held}"));
+                return Ok(format!("WRONG_TENSOR: {held}"));
             }
             if t.is_square() && relative(&t, &b.t().to_owned()) <= limit {
                 return Ok("TRANSPOSED: the baseline with its axes exchanged".into());
@@ -76,40 +76,64 @@ impl Differs<'_> {
         matrix(model, param, self.found.part.matrix())
     }
 
-    /// Which other parameter of the baseline, or matrix of this one's stack, `t` holds.
+    /// What of the baseline `t` holds in its place: another matrix of its stack, another parameter, or either of another
+    /// layer. One row tells nearly all of them apart, so only what it leaves is expanded whole.
     fn held(&self, t: &Array2<f32>) -> Result<Option<String>, RefError> {
-        let limit = self.found.limit;
-        let is = |theirs: &Array2<f32>| theirs.dim() == t.dim() && relative(t, theirs) <= limit;
-        if let Part::Matrix(own) = self.found.part {
-            for other in (0..stack(self.baseline, self.param.kind)).filter(|i| *i != own) {
-                if is(&matrix(self.baseline, self.param, other)?) {
-                    return Ok(Some(format!("{} matrix {other}", self.param)));
-                }
-            }
-        }
+        let (own, limit) = (self.found.part.matrix(), self.found.limit);
+        let size = |row: &ArrayView1<'_, f32>| row.iter().map(|v| v * v).sum::<f32>();
+        let rows = t.rows().into_iter().enumerate();
+        let Some((row, values)) = rows.max_by(|a, b| size(&a.1).total_cmp(&size(&b.1))) else { return Ok(None) };
         for other in self.lookalikes() {
             // The MTP block may be missing in the baseline.
-            if self.theirs(self.baseline, other).is_ok_and(|theirs| is(&theirs)) {
-                return Ok(Some(other.to_string()));
+            let Ok(theirs) = self.baseline.row_of_each(other, row) else { continue };
+            // The matrix of the same number is the likeliest.
+            let numbers = (0..theirs.len()).filter(|m| *m == own).chain((0..theirs.len()).filter(|m| *m != own));
+            for number in numbers.filter(|m| (other, *m) != (self.param, own)) {
+                if near(values, ArrayView1::from(&theirs[number]), limit)
+                    && relative(t, &matrix(self.baseline, other, number)?) <= limit
+                {
+                    return Ok(Some(self.holds(other, number)));
+                }
             }
         }
         Ok(None)
     }
 
-    /// Parameters that a converter may have taken for this one: of the same shape in its layer, and its neighbours'.
+    /// That the part holds matrix `number` of the baseline's parameter `other`.
+    fn holds(&self, other: Param, number: usize) -> String {
+        let own = self.found.part.matrix();
+        let unit = if matches!(other.kind, Kind::KB | Kind::VB) { "head" } else { "expert" };
+        let whole =
+            stack(self.baseline, other.kind) == 1 || (number == own && matches!(self.found.part, Part::Whole(_)));
+        let layer = other.layer.map_or(String::new(), |layer| format!(" of layer {layer}"));
+        match (whole, self.found.part) {
+            (true, _) => format!("holds the baseline's {other}"),
+            (false, Part::Whole(_)) => format!("{unit} {own} holds the baseline's {unit} {number}{layer} ({other})"),
+            (false, _) => format!("holds the baseline's {unit} {number}{layer} ({other})"),
+        }
+    }
+
+    /// Parameters that a converter may have taken for this one: itself, of which another matrix may stand here; those of the
+    /// same shape in its layer; the same of other layers, the nearest first.
     fn lookalikes(&self) -> Vec<Param> {
         let of = |kind| shape(&self.baseline.config, reference_of(kind));
-        let (own, near): (Vec<Param>, Vec<Param>) = self.all.iter().partition(|p| p.layer == self.param.layer);
+        let (own, others): (Vec<Param>, Vec<Param>) = self.all.iter().partition(|p| p.layer == self.param.layer);
         let alike = own.into_iter().filter(|p| p.kind != self.param.kind && of(p.kind) == of(self.param.kind));
-        let apart = |p: &Param| p.layer.zip(self.param.layer).map(|(a, b)| a.abs_diff(b));
-        let next = |p: &Param| p.kind == self.param.kind && apart(p) == Some(1);
-        alike.chain(near.into_iter().filter(next)).collect()
+        let mut same: Vec<Param> = others.into_iter().filter(|p| p.kind == self.param.kind).collect();
+        same.sort_by_key(|p| p.layer.zip(self.param.layer).map(|(a, b)| a.abs_diff(b)));
+        [self.param].into_iter().chain(alike).chain(same).collect()
     }
 }
 
 /// True where the target is what a change makes of the baseline. What f32 rounds into every value leaves up to half an ulp.
 fn is_changed(t: &Array2<f32>, b: &Array2<f32>, limit: f64, change: impl Fn(f64) -> f64) -> bool {
     t.len() >= 8 && relative(t, &b.mapv(|b| change(f64::from(b)) as f32)) <= limit + 1e-6
+}
+
+/// True if a row may be another one. A single row scatters more than the whole of which `limit` is.
+fn near(row: ArrayView1<'_, f32>, other: ArrayView1<'_, f32>, limit: f64) -> bool {
+    let as_matrix = |row: ArrayView1<'_, f32>| row.insert_axis(ndarray::Axis(0)).to_owned();
+    relative(&as_matrix(row), &as_matrix(other)) <= 2.0 * limit
 }
 
 /// Rows looked for; if every one of them is somewhere else in the baseline, the rows were permuted.
@@ -121,17 +145,13 @@ fn moved_row(t: &Array2<f32>, b: &Array2<f32>, limit: f64) -> Option<(usize, usi
     if rows < 2 {
         return None;
     }
-    let near = |row: ArrayView1<'_, f32>, other: ArrayView1<'_, f32>| {
-        let as_matrix = |row: ArrayView1<'_, f32>| row.insert_axis(ndarray::Axis(0)).to_owned();
-        relative(&as_matrix(row), &as_matrix(other)) <= 2.0 * limit // a single row scatters more than the whole
-    };
     let mut moved = None;
     for i in 0..SAMPLED_ROWS.min(rows) {
         let row = i * rows / SAMPLED_ROWS.min(rows);
-        if near(t.row(row), b.row(row)) {
+        if near(t.row(row), b.row(row), limit) {
             continue;
         }
-        let from = (0..rows).find(|r| near(t.row(row), b.row(*r)))?;
+        let from = (0..rows).find(|r| near(t.row(row), b.row(*r), limit))?;
         moved = moved.or(Some((row, from)));
     }
     moved

@@ -152,6 +152,29 @@ impl<'a> Oracle<'a> {
         }
         Ok(find(None)?.into_iter().collect())
     }
+
+    /// Row `row` of every matrix of a parameter, without what else is in them.
+    pub fn row_of_each(&self, param: Param, row: usize) -> Result<Vec<Vec<f32>>, RefError> {
+        let name = reference_of(param.kind);
+        let tensors = self.tensors(param)?;
+        if tensors.is_empty() {
+            let heads = self.weights.heads(param.layer, name)?;
+            return Ok(heads.outer_iter().map(|head| head.row(row).to_vec()).collect());
+        }
+        let axes = shape(&self.config, name);
+        let cols = axes.last().copied().unwrap_or(1);
+        let rows = if axes.len() > 1 { axes[axes.len() - 2] } else { 1 };
+        let mut found = Vec::new();
+        for (file_name, tensor) in &tensors {
+            let format = format_of(file_name, tensor)?;
+            let size = tensor.bytes.len() / (tensor.ne.iter().product::<usize>() / cols).max(1);
+            let starts = (0..tensor.bytes.len()).step_by((rows * size).max(1));
+            found.extend(
+                starts.filter_map(|at| format.decode(tensor.bytes.get(at + row * size..at + (row + 1) * size)?)),
+            );
+        }
+        Ok(found)
+    }
 }
 
 /// Whether the trunk has a parameter outside the layers (`None`), or in a layer of it.

@@ -7,7 +7,8 @@ use super::names::{self, Binding, Naming};
 use super::packed::{self, Packed};
 use super::witness::Witness;
 use super::{TensorSource, View};
-use crate::model::{Config, Fact, Kind, Param, params};
+use crate::gguf::Value;
+use crate::model::{ATTENTION_BIAS, Config, Fact, Kind, Param, params};
 
 /// A tensor that nothing uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -141,11 +142,17 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         }
         let tied = || tied_head(param, naming, &present).filter(|_| config.may_tie);
         let Some(binding) = found.or_else(tied) else {
-            expected_names.push((usual.clone(), false));
+            // Of a stack that is there in part, the part has a home.
+            let usual_names = names::candidates(naming, param, experts).into_iter().next();
+            let own = usual_names.iter().flat_map(|b| b.names()).partition(|n| present.contains(n.as_str()));
+            let (there, absent): (Vec<&String>, Vec<&String>) = own;
+            used.extend(there.into_iter().cloned());
+            expected_names.extend(absent.iter().map(|name| (name.to_string(), false)));
+            let first = absent.first().map_or(usual, |name| name.to_string());
             match of_mtp {
                 true if param.kind.is_indexer() => {} // runs without one
-                true => mtp_missing.push(usual),
-                false => missing.push((param, usual)),
+                true => mtp_missing.push(first),
+                false => missing.push((param, first)),
             }
             continue;
         };
@@ -183,6 +190,12 @@ pub(super) fn bind(source: &dyn TensorSource, config: &Config) -> (Coverage, Has
         }
         if let Some(form) = packed.form(name) {
             unhandled.push(Unhandled { param: None, tensor: name.to_string(), form });
+            continue;
+        }
+        // Legal where the key says so, and lacking here.
+        let stated = || source.metadata().get(ATTENTION_BIAS).and_then(Value::as_bool) == Some(true);
+        if let Some(param) = naming.biased(name).filter(|_| stated()) {
+            unhandled.push(Unhandled { param: Some(param), tensor: name.to_string(), form: names::BIASES });
             continue;
         }
         match why_unused(naming, config, name, &bound) {

@@ -2,6 +2,7 @@
 
 pub mod coverage;
 mod digest;
+pub mod flags;
 mod hf;
 mod index;
 pub mod indexers;
@@ -22,6 +23,7 @@ use crate::quant::{QuantError, QuantType, TypeInfo, dequantise};
 use crate::tokenize::{TokenizeError, TokenizerSpec};
 
 pub use coverage::{Coverage, Mtp};
+pub use flags::FlagDoubt;
 pub use indexers::IndexerDoubt;
 pub use names::{Binding, Naming};
 pub use trust::{Standing, Trusted};
@@ -46,8 +48,8 @@ pub enum CheckpointError {
     #[error("tensor {tensor}: type {found} cannot be dequantised by this build (expected one of {expected})")]
     Type { tensor: String, expected: String, found: &'static str },
     #[error(
-        "parameter {param}: tensor {tensor} holds {form}, which this build cannot read; the file may well be right. \
-         Convert it to one tensor for each expert (Hugging Face) or for each of gate, up and down (GGUF)"
+        "parameter {param}: tensor {tensor} holds {form}, which this build cannot read; the file may well be right{}",
+        names::advice(form)
     )]
     Form { param: Param, tensor: String, form: &'static str },
     #[error("{}: {problem}, which this build cannot read; the file may well be right", path.display())]
@@ -351,9 +353,14 @@ fn builtin() -> Result<Box<dyn TensorSource>, CheckpointError> {
 fn tensors_on(e: &ConfigError, source: &dyn TensorSource) -> String {
     let ConfigError::Contradiction { both, .. } = e else { return String::new() };
     let witness = witness::Witness::new(source);
-    let said = both.iter().filter_map(|stated| {
-        let (tensor, n) = witness.of(stated.name)?;
-        Some(format!("; the tensors say {n} for {} ({tensor})", stated.name))
+    let names = both.iter().flat_map(|stated| match stated.name {
+        // A difference, where the key is none of its own.
+        "trunk layers" if !source.metadata().is_hf() => vec![stated.name, "MTP blocks"],
+        name => vec![name],
+    });
+    let said = names.filter_map(|name| {
+        let (tensor, n) = witness.of(name)?;
+        Some(format!("; the tensors say {n} for {name} ({tensor})"))
     });
     said.collect()
 }

@@ -67,6 +67,14 @@ const FUSED: [(Naming, &str, &[Kind], &str); 3] = [
 ];
 const GATE_AND_UP: &str = "gate and up of all experts in one tensor";
 
+/// What to do about such a form.
+pub(super) fn advice(form: &str) -> &'static str {
+    match FUSED.iter().any(|(.., fused)| *fused == form) {
+        true => ". Convert it to one tensor for each expert (Hugging Face) or for each of gate, up and down (GGUF)",
+        false => "",
+    }
+}
+
 /// What stands behind the name of an FP8 tensor in the name of its factors.
 pub(super) const FP8_FACTORS: [&str; 2] = ["_scale_inv", "_scale"];
 
@@ -77,6 +85,9 @@ pub(super) const KNOWN_UNUSED: [(&str, &str); 4] = [
     ("nextn.shared_head_head.weight", "the MTP block uses the trunk's head"),
     ("shared_head.head.weight", "the MTP block uses the trunk's head"),
 ];
+
+/// What a tensor is that [`Naming::biased`] knows.
+pub(super) const BIASES: &str = "biases of attention";
 
 /// How tensors are named on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +127,14 @@ impl Naming {
             Naming::Gguf => KV_B_GGUF,
             Naming::Hf => KV_B_HF,
         }
+    }
+
+    /// The parameter whose products a bias of attention is added to, if `name` is one. The engine has none.
+    pub(super) fn biased(self, name: &str) -> Option<Param> {
+        let (layer, rest) = self.split(name);
+        let module = rest.strip_suffix(".bias").filter(|m| self == Naming::Hf && m.starts_with("self_attn."))?;
+        let kind = self.kind_of(&format!("{module}.weight")).filter(|kind| !kind.is_indexer() && !kind.is_plain())?;
+        Some(Param { layer: Some(layer?), kind })
     }
 
     /// The kind that a name without its block prefix stands for, if any (experts' numbers are not looked at).

@@ -2,7 +2,7 @@
 //! tensor can tell are obeyed by every engine and by the reference alike, so no comparison of the two finds a wrong one.
 
 use super::witness::Witness;
-use super::{Checkpoint, Naming};
+use super::{Checkpoint, Mtp, Naming};
 use crate::model::{Fact, Kind, Origin, Param, TIE};
 
 /// What stands behind a number.
@@ -36,12 +36,18 @@ impl Checkpoint {
     pub fn facts(&self) -> Vec<Trusted> {
         let witness = Witness::new(self.source());
         let doubts = self.indexer_doubts();
+        let coverage = self.coverage();
+        let behind = witness.of("trunk layers").is_some_and(|(_, n)| n > self.config().layers as u64);
+        let fits = coverage.is_whole() && coverage.mtp != Mtp::Partial && !behind;
         let standing = |fact: &Fact| {
             let shape = self.coverage().shapes.iter().find(|f| f.keys.contains(&fact.source));
             let shape = shape.map(|f| format!("{} is {:?}, expected {:?}", f.tensor, f.found, f.expected));
-            // Where every tensor has its place, none can say otherwise: what is missing then is missing on purpose.
+            // Where every tensor has its place, none can say otherwise: what is missing then is missing on purpose. The sum
+            // of two keys is contradicted by each alone, and a file may leave its MTP blocks out.
             let said = witness.of(fact.name);
-            let other = said.as_ref().filter(|(_, n)| !self.coverage().is_whole() && n.to_string() != fact.value);
+            let sum = fact.name == "trunk layers" && fact.origin == Origin::Derived;
+            let left_out = |n: u64| fact.name == "blocks" && n == self.config().layers as u64;
+            let other = said.as_ref().filter(|(_, n)| !fits && !sum && !left_out(*n) && n.to_string() != fact.value);
             let contradicted = match fact.name {
                 "full indexer layers" => doubts.first().map(|d| d.detail.clone()),
                 "output may be tied" => self.tie_contradiction(),
@@ -57,6 +63,14 @@ impl Checkpoint {
             }
         };
         self.config().facts.iter().map(|fact| Trusted { fact: fact.clone(), standing: standing(fact) }).collect()
+    }
+
+    /// What is to be said of MTP blocks that the files hold and a key denies. The trunk is not touched by it.
+    pub fn undeclared_mtp(&self) -> Option<String> {
+        let fact = self.config().facts.iter().find(|fact| fact.name == "MTP blocks")?;
+        let (tensor, found) = Witness::new(self.source()).of(fact.name)?;
+        (found > self.config().mtp_layers as u64)
+            .then(|| format!("{} = {}, and the tensors say {found} ({tensor})", fact.source, fact.value))
     }
 
     /// Where the flag that ties the output matrix to the embedding contradicts the tensors of a Hugging Face folder.

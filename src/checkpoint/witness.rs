@@ -2,7 +2,7 @@
 //! wrong.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::TensorSource;
 use crate::model::Kind;
@@ -32,6 +32,8 @@ impl<'a> Witness<'a> {
         match name {
             "dense layers" => return self.first_sparse(),
             "blocks" => return self.last_block(),
+            "trunk layers" => return self.last_of_trunk(),
+            "MTP blocks" => return self.mtp_blocks(),
             _ => {}
         }
         let said = self.tensors().filter_map(|(tensor, _, kind)| {
@@ -58,6 +60,26 @@ impl<'a> Witness<'a> {
     fn last_block(&self) -> Said {
         let blocks = self.tensors().filter_map(|(tensor, layer, _)| Some((tensor, layer? as u64 + 1)));
         blocks.max_by_key(|(_, n)| *n).map(|(tensor, n)| (tensor.to_string(), n))
+    }
+
+    /// The last block without the tensors that only MTP blocks have: as many layers the trunk has, and one more.
+    fn last_of_trunk(&self) -> Said {
+        let mtp = self.of_mtp();
+        let blocks = self.tensors().filter_map(|(tensor, layer, _)| Some((tensor, layer?)));
+        let last = blocks.filter(|(_, layer)| !mtp.contains_key(layer)).max_by_key(|(_, layer)| *layer)?;
+        Some((last.0.to_string(), last.1 as u64 + 1))
+    }
+
+    /// Blocks with such tensors, and the first of these.
+    fn mtp_blocks(&self) -> Said {
+        let mtp = self.of_mtp();
+        Some((mtp.values().next()?.to_string(), mtp.len() as u64))
+    }
+
+    fn of_mtp(&self) -> BTreeMap<usize, &str> {
+        let only = [Kind::EhProj, Kind::ENorm, Kind::HNorm, Kind::MtpHeadNorm];
+        let found = self.tensors().filter(|(.., kind)| only.contains(kind));
+        found.filter_map(|(tensor, layer, _)| Some((layer?, tensor))).collect()
     }
 
     /// The first layer with a router: as many are dense.

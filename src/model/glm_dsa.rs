@@ -15,6 +15,10 @@ const INDEX_EPS: f64 = 1e-6;
 const HF_LATENT_EPS: f64 = 1e-6;
 /// The flag of a `config.json` that ties the output matrix to the embedding.
 pub const TIE: &str = "tie_word_embeddings";
+/// The flag of a `config.json` that gives attention's projections biases, which no published model has.
+pub const ATTENTION_BIAS: &str = "attention_bias";
+/// The classes of transformers that run it begin so.
+pub const CLASS: &str = "GlmMoeDsa";
 /// Files without indexer types: below this context every layer is full, from it on the GLM-5.2 pattern holds.
 const CONTEXT_OF_SHARED_INDEXERS: u64 = 1_048_576;
 /// Bounds that no known model comes near; larger numbers are damage. Lists and buffers are sized by them, also where no
@@ -346,7 +350,11 @@ fn indexer_types(r: &mut Reader, layers: usize, context: u64) -> Result<Vec<Inde
             let expected = format!("an array of at least {layers} bools");
             let Some(array) = v.as_array() else { return Err(r.bad(key, &expected, Some(v))) };
             if array.len() < layers {
-                return Err(contradiction(entries(key, array.len()), r.stated("blocks"), expected));
+                let blocks = r.stated("blocks").value;
+                let mtp = blocks.parse().map_or(0, |n: usize| n - layers);
+                let trunk = r.stated("trunk layers");
+                let difference = Stated { value: format!("{blocks} - {mtp} = {layers}"), ..trunk };
+                return Err(contradiction(entries(key, array.len()), difference, expected));
             }
             let read = (0..layers).map(|i| array.get(i).and_then(|e| e.as_bool())).collect();
             let Some(read): Option<Vec<bool>> = read else { return Err(r.bad(key, &expected, Some(v))) };

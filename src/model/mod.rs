@@ -8,6 +8,6 @@ pub mod place;
 pub mod published;
 
 pub use config::{Attention, Config, ConfigError, Fact, Gating, Indexer, Metadata, Origin, Stated};
-pub use glm_dsa::{ARCHITECTURE, TIE, key};
+pub use glm_dsa::{ARCHITECTURE, ATTENTION_BIAS, CLASS, TIE, key};
 pub use params::{Kind, Param};
 pub use place::{Block, Layout, Place, Point};

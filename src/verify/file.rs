@@ -31,18 +31,22 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let checkpoint = &subject.checkpoint;
     let mut checks = vec![container(checkpoint)];
     checks.extend(warnings(checkpoint));
+    // A number that is wrong explains the many tensors that do not fit it, so it comes first.
+    let trust = trust::checks(checkpoint);
+    let mut made = trust.len();
+    let (contradicted, others) = trust.into_iter().partition::<Vec<_>, _>(|c| c.verdict == Verdict::Divergent);
+    let contradictions = contradicted.len();
+    checks.extend(contradicted);
     checks.extend(coverage(checkpoint));
     checks.extend(forms(checkpoint));
     checks.push(types(checkpoint));
     checks.push(kv_b(checkpoint, subject.baseline.is_some()));
     checks.push(dequantised(checkpoint));
-    let mut made = checks.len();
+    made += checks.len() - contradictions;
     let (readings, compared) = config::readings(checkpoint);
     made += compared;
     checks.extend(readings);
-    let trust = trust::checks(checkpoint);
-    made += trust.len();
-    checks.extend(trust);
+    checks.extend(others);
     if let Some(baseline) = &subject.baseline {
         let (differences, compared) = config::differences(checkpoint, baseline);
         made += compared;

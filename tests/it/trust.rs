@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::common::binary::{Run, inspect, lockstep, run};
-use crate::common::folder::{FIRST, Folder, SECOND, folder};
+use crate::common::folder::{Entry, FIRST, Folder, SECOND, folder};
 use crate::common::subject::Silent;
 use crate::common::{Model, NANO52, golden, put};
 use crate::stages::{data, edited, failures, matches, nano, only, seeded, subject};
@@ -120,11 +120,22 @@ fn what_tensors_say_of_a_count_is_said_beside_what_is_missing() {
     says("leading_dense_block_count", 3, "dense layers", "1 (blk.1.ffn_gate_inp.weight)");
     // The list of indexers is right, and so is not blamed alone.
     let set = |model: Model, n| model.set("glm-dsa.block_count", Value::U32(n));
+    let difference = "glm-dsa.block_count - glm-dsa.nextn_predict_layers = 9 - 1 = 8";
     let both =
-        ["glm-dsa.attention.indexer.types = 6 entries", "glm-dsa.block_count = 9", "the tensors say 7 for blocks"];
+        ["glm-dsa.attention.indexer.types = 6 entries", difference, "say 6 for trunk layers", "say 1 for MTP blocks"];
     refused(&set(nano(), 9), &both);
     let bad = failures(&judged(&set(nano().unset("glm-dsa.attention.indexer.types"), 9)));
     assert!(bad.iter().any(|(n, d)| n == "blocks" && d.contains("= 9, and the tensors say 7 (blk.6.")), "{bad:?}");
+    says("block_count", 6, "blocks", "7 (blk.6.");
+    says("nextn_predict_layers", 2, "MTP blocks", "1 (blk.6.nextn.");
+    // Fewer layers than the file holds leave a model that is whole in itself.
+    let short = set(nano().set("glm-dsa.nextn_predict_layers", Value::U32(0)), 5);
+    let bad = failures(&judged(&short));
+    assert!(bad.iter().any(|(n, d)| n == "blocks" && d.contains("= 5, and the tensors say 7 (blk.6.")), "{bad:?}");
+    // What a file leaves out with all its tensors is no contradiction.
+    let without = nano().drop(|n| n.starts_with("blk.6."));
+    let bad = failures(&judged(&without));
+    assert!(bad.len() == 1 && bad[0].0 == "mtp", "{bad:?}");
     says("expert_count", 16, "experts", "8 (blk.1.exp_probs_b.bias)");
     says("embedding_length", 512, "hidden", "256 (");
 }
@@ -299,6 +310,77 @@ fn the_flag_that_ties_and_the_tensor_must_agree() {
 }
 
 // ---- folders
+
+/// `folder()` with an MTP block behind its two layers.
+fn with_mtp(f: &mut Folder) {
+    f.config["num_nextn_predict_layers"] = json!(1);
+    let layer: Vec<_> = f.tensors.iter().filter(|(n, _)| n.starts_with("model.layers.1.")).collect();
+    let copies = layer.into_iter().map(|(n, e)| (n.replacen("layers.1.", "layers.2.", 1), e.clone()));
+    let copies: Vec<_> = copies.collect();
+    copies.into_iter().for_each(|(name, entry)| f.insert(&name, entry));
+    let norm = f.tensors["model.norm.weight"].clone();
+    for name in ["enorm.weight", "hnorm.weight", "shared_head.norm.weight"] {
+        f.insert(&format!("model.layers.2.{name}"), norm.clone());
+    }
+    let wide = f.tensors["model.layers.0.self_attn.q_a_proj.weight"].clone();
+    let eh = Entry { shape: vec![32, 64], bytes: [&wide.bytes[..], &wide.bytes].concat(), ..wide };
+    f.insert("model.layers.2.eh_proj.weight", eh);
+}
+
+#[test]
+fn counts_of_a_folder_that_its_tensors_contradict_are_named() {
+    let says = |key: &'static str, value: u32, says: &str| {
+        let edit = move |f: &mut Folder| (with_mtp(f), f.config[key] = json!(value)).0;
+        let found = of_folder(edit, &["file"]).exits(1);
+        found.says(&format!("{key} = {value}, and the tensors say {says}")).silent_on("(0 off)");
+    };
+    says("n_routed_experts", 8, "4 (model.layers.");
+    says("n_routed_experts", 2, "4 (model.layers.");
+    says("first_k_dense_replace", 2, "1 (model.layers.1.mlp.gate.");
+    says("first_k_dense_replace", 0, "1 (model.layers.1.mlp.gate.");
+    says("num_hidden_layers", 1, "2 (model.layers.1.");
+    says("num_hidden_layers", 3, "2 (model.layers.1.");
+    says("num_nextn_predict_layers", 2, "1 (model.layers.2.");
+    let none = |f: &mut Folder| (with_mtp(f), f.config["num_nextn_predict_layers"] = json!(0)).0;
+    let found = of_folder(none, &["file"]).exits(0);
+    found.says("DRIFT").says("UNDECLARED: num_nextn_predict_layers = 0, and the tensors say 1 (model.layers.2.");
+    of_folder(with_mtp, &["file"]).exits(0).says("MATCH").silent_on("DRIFT");
+}
+
+#[test]
+fn flags_that_decide_nothing_here_are_held_against_the_tensors() {
+    let flag = |key: &'static str, value: serde_json::Value| move |f: &mut Folder| f.config[key] = value.clone();
+    let lost = of_folder(flag("attention_bias", json!(true)), &["file"]).exits(1);
+    lost.says("FLAG: attention_bias is true, and the files hold no bias of attention");
+    of_folder(flag("attention_bias", json!(false)), &["file"]).exits(0).silent_on("FLAG");
+    let bias = |stated: bool| {
+        move |f: &mut Folder| {
+            f.config["attention_bias"] = json!(stated);
+            let norm = f.tensors["model.norm.weight"].clone();
+            f.insert("model.layers.0.self_attn.o_proj.bias", norm);
+        }
+    };
+    let more = of_folder(bias(false), &["file"]).exits(1);
+    more.says("attention_bias is false, and the files hold 1 bias of attention (model.layers.0.self_attn.o_proj.bias)");
+    // A model that this build lacks.
+    of_folder(bias(true), &["file"]).exits(3).says("biases of attention").silent_on("DIVERGENT");
+    of_folder(bias(true), &["weights"]).exits(3);
+
+    let method = json!({"quant_method": "gptq", "bits": 4});
+    let stale = of_folder(flag("quantization_config", method.clone()), &["file"]).exits(0);
+    stale.says("DRIFT").says("quantization_config.quant_method is").says("every tensor is of a plain type");
+    let packed = |f: &mut Folder| {
+        flag("quantization_config", json!({"quant_method": "fp8"}))(f);
+        f.make_fp8("model.layers.0.self_attn.o_proj.weight");
+        f.insert("model.layers.0.self_attn.o_proj.weight_scale_inv", Folder::factor());
+    };
+    of_folder(packed, &["file"]).exits(3).silent_on("FLAG");
+
+    let class = |name: &'static str| flag("architectures", json!([name]));
+    of_folder(class("LlamaForCausalLM"), &["file"]).exits(1).says("architectures names LlamaForCausalLM");
+    of_folder(class("DeepseekV32ForCausalLM"), &["file"]).exits(0).says("DRIFT").says("names DeepseekV32ForCausalLM");
+    of_folder(class("GlmMoeDsaForCausalLM"), &["file"]).exits(0).silent_on("FLAG").silent_on("DRIFT");
+}
 
 #[test]
 fn an_index_that_the_shards_contradict_is_named() {

@@ -37,9 +37,18 @@ pub(super) fn checks(checkpoint: &Checkpoint) -> Vec<Check> {
             checks.push(Check::new(*name, Verdict::Drift, detail));
         }
     }
+    let contradicted = checks.iter().any(|c| c.verdict == Verdict::Divergent);
+    if let Some(denied) = checkpoint.undeclared_mtp().filter(|_| !contradicted) {
+        let detail = format!("UNDECLARED: {denied}: here they are not used, and an engine that runs them finds none");
+        checks.push(Check::new("MTP blocks", Verdict::Drift, detail));
+    }
     for doubt in checkpoint.indexer_doubts() {
         let verdict = if doubt.certain { Verdict::Divergent } else { Verdict::Drift };
         checks.push(Check::new("full indexer layers", verdict, format!("INDEXERS: {}", doubt.detail)));
+    }
+    for doubt in checkpoint.flag_doubts() {
+        let verdict = if doubt.certain { Verdict::Divergent } else { Verdict::Drift };
+        checks.push(Check::new(doubt.key, verdict, format!("FLAG: {}", doubt.detail)));
     }
     checks.push(output(checkpoint));
     checks

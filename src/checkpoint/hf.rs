@@ -14,7 +14,7 @@ use crate::gguf::{Array, Value};
 use crate::model::Metadata;
 use crate::quant::{QuantType, TypeInfo, foreign};
 use crate::report::table::plural;
-use crate::tokenize::{TokenizeError, TokenizerSpec};
+use crate::tokenize::{OtherTemplate, TokenizeError, TokenizerSpec};
 
 /// True for a folder that holds a `config.json` and no GGUF: a config may lie beside converted files.
 pub fn is_folder(path: &Path) -> bool {
@@ -242,8 +242,12 @@ impl TensorSource for HfFolder {
         };
         let (config, generation) = (read("tokenizer_config.json"), read("generation_config.json"));
         let mut spec = TokenizerSpec::from_hf(&tokenizer, config.as_deref(), generation.as_deref())?;
-        if spec.chat_template.is_none() {
-            spec.chat_template = read("chat_template.jinja");
+        // As transformers has it, a file of its own goes before the config.
+        if let Some(own) = read("chat_template.jinja") {
+            let inner = spec.chat_template.replace(own);
+            if inner.is_some() && inner != spec.chat_template {
+                spec.other_templates.push(OtherTemplate { name: "tokenizer_config.json".into(), is_rival: true });
+            }
         }
         // The place of models with processors, which some files without one use too.
         if let (None, Some(json)) = (&spec.chat_template, read("chat_template.json")) {

@@ -1,7 +1,7 @@
 //! The tokenizer's keys of a GGUF file as a [`TokenizerSpec`].
 
 use crate::gguf::{Array, Gguf, Value};
-use crate::tokenize::{TokenizeError, TokenizerSpec};
+use crate::tokenize::{OtherTemplate, TokenizeError, TokenizerSpec};
 
 impl TokenizerSpec {
     /// Reads the `tokenizer.*` keys. Errors: an absent or wrongly typed `tokens` or `token_type`, a key of another type
@@ -43,6 +43,11 @@ impl TokenizerSpec {
             types,
             merges: strings("tokenizer.ggml.merges")?,
             chat_template: text("tokenizer.chat_template")?,
+            other_templates: gguf
+                .metadata()
+                .filter_map(|(key, _)| key.strip_prefix("tokenizer.chat_template."))
+                .map(OtherTemplate::named)
+                .collect(),
             bos: id("bos")?,
             eos: id("eos")?,
             eot: id("eot")?,

@@ -99,9 +99,10 @@ pub struct Check {
 }
 
 /// What was found: evidence that a fact holds, or how and why it does not.
-type Fact = Result<String, Problem>;
+pub(super) type Fact = Result<String, Problem>;
 
-struct Problem(Finding, String);
+/// How a fact fails, and the evidence.
+pub(super) struct Problem(pub(super) Finding, pub(super) String);
 
 impl From<String> for Problem {
     fn from(detail: String) -> Self {
@@ -152,7 +153,8 @@ impl Tokenizer {
         let mut facts = vec![
             ("built", Ok(built(spec))),
             ("vocabulary", self.vocabulary(vocab_rows)),
-            ("chat template", template(&prompt)),
+            ("chat template", template(&prompt, spec)),
+            ("template text", self.template_text()),
             ("template literals", self.template_literals(spec, prompt.as_deref().unwrap_or_default())),
             ("generation prompt", self.generation_prompt()),
             ("stop ids", self.stops_are_control(spec)),
@@ -362,12 +364,27 @@ fn built(spec: &TokenizerSpec) -> String {
     )
 }
 
-/// The chat template renders, or there is none.
-fn template(prompt: &Result<String, TokenizeError>) -> Fact {
-    match prompt {
-        Ok(prompt) => Ok(format!("renders: {prompt:?}")),
-        Err(TokenizeError::TemplateAbsent) => Ok("none in the file: plain completion only".into()),
-        Err(error) => Err(error.clone().into()),
+/// The chat template renders, or there is none; and what others there are.
+fn template(prompt: &Result<String, TokenizeError>, spec: &TokenizerSpec) -> Fact {
+    let detail = match prompt {
+        Ok(prompt) => format!("renders: {prompt:?}"),
+        Err(TokenizeError::TemplateAbsent) => "none in the file: plain completion only".into(),
+        Err(error) => return Err(error.clone().into()),
+    };
+    let names = |rival: bool| -> Vec<&str> {
+        spec.other_templates.iter().filter(|t| t.is_rival == rival).map(|t| t.name.as_str()).collect()
+    };
+    if !names(true).is_empty() {
+        let detail = format!(
+            "TEMPLATES: {} has another chat_template than the file of its own that is taken, as transformers takes it; \
+             engines that look there first ask the model otherwise. Leave one of them out",
+            names(true).join(" and ")
+        );
+        return Err(Problem(Finding::Doubtful, detail));
+    }
+    match names(false).as_slice() {
+        [] => Ok(detail),
+        named => Ok(format!("{detail}; beside it, and not used here: {}", named.join(", "))),
     }
 }
 

@@ -169,7 +169,7 @@ pub enum TokenizeError {
         found: String,
     },
     /// The file has no chat template.
-    #[error("the model has no chat template")]
+    #[error("the model has no chat template, so no chat turn can be made; a prompt can be given as it is with --raw")]
     TemplateAbsent,
     /// The chat template cannot be parsed or rendered.
     #[error("chat template{}: {message}", line.map(|l| format!(", line {l}")).unwrap_or_default())]

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json};
 use super::error::{TokenizeError, clip};
 use super::lacks;
 use super::pretok::GLM4_PATTERN;
-use super::spec::TokenizerSpec;
+use super::spec::{OtherTemplate, TokenizerSpec};
 
 const TOKENIZER: &str = "tokenizer.json";
 const CONFIG: &str = "tokenizer_config.json";
@@ -125,6 +125,7 @@ impl TokenizerSpec {
             pre,
             merges: file.model.merges.iter().map(Merge::joined).collect(),
             chat_template: chat_template(CONFIG, &config)?,
+            other_templates: named_templates(&config),
             bos: id_of("bos_token")?,
             eos: id_of("eos_token")?,
             unk: id_of("unk_token")?,
@@ -233,6 +234,13 @@ fn chat_template(file: &'static str, config: &Map<String, Json>) -> Result<Optio
             }
         }
     }
+}
+
+/// The names of such a list but for "default".
+fn named_templates(config: &Map<String, Json>) -> Vec<OtherTemplate> {
+    let list = config.get("chat_template").and_then(Json::as_array).map(Vec::as_slice).unwrap_or_default();
+    let names = list.iter().filter_map(|t| t["name"].as_str()).filter(|name| *name != "default");
+    names.map(OtherTemplate::named).collect()
 }
 
 fn generation_eos(generation: &Map<String, Json>) -> Result<Vec<u32>, TokenizeError> {

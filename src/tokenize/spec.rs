@@ -16,6 +16,8 @@ pub struct TokenizerSpec {
     pub merges: Vec<String>,
     /// `tokenizer.chat_template`: Jinja source.
     pub chat_template: Option<String>,
+    /// Chat templates that are there, too, and are not used.
+    pub other_templates: Vec<OtherTemplate>,
     /// Beginning of sequence.
     pub bos: Option<u32>,
     /// End of sequence.
@@ -32,4 +34,20 @@ pub struct TokenizerSpec {
     pub add_bos: Option<bool>,
     /// generation_config.json's `eos_token_id` (one or several).
     pub extra_eos: Vec<u32>,
+}
+
+/// A chat template beside the one that is used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherTemplate {
+    /// Its name, as "tool_use", or the file that it stands in.
+    pub name: String,
+    /// Whether it claims the same place, and differs.
+    pub is_rival: bool,
+}
+
+impl OtherTemplate {
+    /// One that is asked for by name.
+    pub fn named(name: &str) -> Self {
+        OtherTemplate { name: name.into(), is_rival: false }
+    }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::{Subject, VerifyError};
 use crate::checkpoint::{Checkpoint, Naming};
 use crate::report::{Check, Progress, StageReport, Verdict};
-use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, Tokenizer, TokenizerSpec};
+use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, Tokenizer, TokenizerSpec, tool_turns};
 
 const STAGE: &str = "tokenizer";
 
@@ -59,7 +59,19 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
               trust"
             .into(),
     };
-    Ok(StageReport::new(STAGE, format!("{} tokens, {beside}", spec.tokens.len()), checks))
+    Ok(StageReport::new(STAGE, format!("{} tokens, {beside}{}", spec.tokens.len(), templates(&spec)), checks))
+}
+
+/// What follows from the chat templates that there are, where it is not one.
+fn templates(spec: &TokenizerSpec) -> String {
+    let names: Vec<&str> = spec.other_templates.iter().map(|t| t.name.as_str()).collect();
+    match (&spec.chat_template, names.is_empty()) {
+        (None, _) => {
+            "; there is no chat template, so no chat turn can be made: `generate` works with --raw only".into()
+        }
+        (Some(_), true) => String::new(),
+        (Some(_), false) => format!("; {} chat templates, not used: {}", names.len() + 1, names.join(", ")),
+    }
 }
 
 fn has_tokenizer(checkpoint: &Checkpoint) -> bool {
@@ -167,7 +179,32 @@ fn template(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
             return Check::exact(name, false, detail);
         }
     }
-    Check::new(name, Verdict::Drift, format!("{sizes}; what both can render of plain turns is the same"))
+    tools(name, &sizes, [&own, &other])
+}
+
+/// Templates that make the same of plain turns, by what they make of tools. How a call is written is what publishers and
+/// converters mend after a release; that its words are lost is no mending.
+fn tools(name: &str, sizes: &str, [own, other]: [&Tokenizer; 2]) -> Check {
+    let (turns, words) = tool_turns();
+    let render = |tokenizer: &Tokenizer, n: usize| tokenizer.render_chat(&turns[..n], true, &serde_json::Map::new());
+    for n in 2..=turns.len() {
+        let what = if n == 2 { "a tool call" } else { "a tool's answer" };
+        match (render(own, n), render(other, n)) {
+            (Ok(here), Ok(there)) if here != there => {
+                let lost = words.iter().find(|word| there.contains(**word) && !here.contains(**word));
+                let why = lost.map_or(String::new(), |word| format!(" without {word:?}, its words,"));
+                let detail = format!("TEMPLATE: {what} becomes{why} {here:?} here, {there:?} in the baseline");
+                return Check::new(name, if lost.is_some() { Verdict::Divergent } else { Verdict::Drift }, detail);
+            }
+            (Err(e), Ok(_)) => {
+                let detail = format!("TEMPLATE: {what}, which the baseline renders, is refused here: {e}");
+                return Check::new(name, Verdict::Drift, detail);
+            }
+            _ => {}
+        }
+    }
+    let detail = format!("{sizes}; what both can render of plain turns, and of tools, is the same");
+    Check::new(name, Verdict::Drift, detail)
 }
 
 /// What ends a turn must be the same on both sides: an id too few and the model runs on, one too many and it is cut off.

@@ -215,8 +215,33 @@ fn a_template_is_compared_by_what_it_renders() {
     assert_eq!(report.verdict(), Verdict::Divergent);
     // Another source that renders the same.
     let report = tokenizers(&with(format!("{source}{{# edited #}}")), Some(&model));
-    only(&report, "chat template = baseline", &["plain turns is the same"]);
+    only(&report, "chat template = baseline", &["plain turns, and of tools, is the same"]);
     assert_eq!(report.verdict(), Verdict::Drift);
+    // A tool's answer that is written otherwise may be mended; one without its words is lost.
+    let tool = "<|observation|>{{ m.content }}";
+    let mended = tokenizers(&with(source.replace(tool, &tool.replacen("|>", "|> ", 1))), Some(&model));
+    only(&mended, "chat template = baseline", &["a tool's answer becomes", "<|observation|> Ginger"]);
+    assert_eq!(mended.verdict(), Verdict::Drift);
+    let lost = tokenizers(&with(source.replace(tool, "<|observation|>")), Some(&model));
+    let bad = failures(&lost);
+    let differs = bad.iter().find(|(n, _)| n == "chat template = baseline").map(|(_, d)| d.as_str());
+    assert!(differs.is_some_and(|d| d.contains("a tool's answer becomes without \"Ginger\"")), "{bad:?}");
+    assert_eq!(lost.verdict(), Verdict::Divergent);
+}
+
+#[test]
+fn without_a_template_it_is_said_what_cannot_be_done() {
+    let report = tokenizers(&nano().unset("tokenizer.chat_template"), None);
+    matches(&report, 10);
+    assert!(
+        report.summary.contains("no chat turn can be made: `generate` works with --raw only"),
+        "{}",
+        report.summary
+    );
+    let named = tokenizers(&nano().set("tokenizer.chat_template.tool_use", Value::Str("x".into())), None);
+    matches(&named, 10);
+    assert!(named.summary.contains("2 chat templates, not used: tool_use"), "{}", named.summary);
+    assert!(!tokenizers(&nano(), None).summary.contains("chat templates, not used"));
 }
 
 // ---- weights

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use lockstep::gguf::Gguf;
 use lockstep::tokenize::{
-    ChatMessage, Check, Finding, JsonTokenizer, StopSource, TokenizeError, Tokenizer, TokenizerSpec,
+    ChatMessage, Check, Finding, JsonTokenizer, OtherTemplate, StopSource, TokenizeError, Tokenizer, TokenizerSpec,
 };
 use serde_json::{Map, Value, json};
 
@@ -138,7 +138,7 @@ fn good_files_pass_every_check_and_agree_with_tokenizer_json() {
     for spec in [gguf_spec(RANDOM[0]), hf_spec()] {
         let checks = spec.checks(Some(2048), Some(&json));
         assert!(checks.iter().all(|c| c.holds()), "{checks:#?}");
-        assert_eq!(checks.len(), 11);
+        assert_eq!(checks.len(), 12);
     }
     let detail = check(&nano, "bos").detail.clone();
     assert_eq!(detail, "template adds 1, tokenizer adds 0 -> 1 at the start; fed: 1");
@@ -194,6 +194,62 @@ fn a_template_that_does_not_parse_fails_its_check_and_leaves_completion() {
     let template = check(&checks, "chat template");
     assert!(!template.holds() && template.detail.contains("line 2"), "{template:?}");
     assert!(tokenizer(&spec).encode("a", true).is_ok());
+}
+
+#[test]
+fn what_is_said_must_be_in_the_prompt_once() {
+    let with = |edit: &dyn Fn(String) -> String| {
+        let mut spec = gguf_spec(NANO);
+        spec.chat_template = spec.chat_template.map(edit);
+        check(&spec.checks(None, None), "template text").clone()
+    };
+    let user = "<|user|>{{ m.content }}";
+    let says = |found: Check, finding, says: &str| {
+        assert!(found.finding == finding && found.detail.contains(says), "{says}: {found:?}");
+    };
+    says(with(&|t| t.replace(user, "<|user|>")), Finding::Fails, "the user's \"Elderberry\" is not in it");
+    let twice = "<|user|>{{ m.content }}{{ m.content }}";
+    says(with(&|t| t.replace(user, twice)), Finding::Fails, "the user's \"Elderberry\" is in it 2 times");
+    let first = "<|user|>{% if loop.first %}{{ m.content }}{% endif %}";
+    says(with(&|t| t.replace(user, first)), Finding::Fails, "the user's \"Buckwheat\" is not in it");
+    for (role, word, was) in [
+        ("system", "Alfalfa", "<|system|>{{ m.content }}"),
+        ("assistant", "Chicory", "</think>{{ m.content }}"),
+        ("tool answer", "Ginger", "<|observation|>{{ m.content }}"),
+    ] {
+        let found = with(&|t| t.replace(was, was.strip_suffix("{{ m.content }}").unwrap()));
+        says(found, Finding::Doubtful, &format!("the {role}'s {word:?} is not in it"));
+    }
+    // Twins: the template as it is, which knows no calls; one that refuses a system's turn; one without tools; none.
+    let clean = with(&|t| t);
+    says(clean, Finding::Holds, "the words of assistant, system, user are in the prompt once; tool calls not known");
+    let refuses = with(&|t| t.replace("<|system|>{{ m.content }}", "{{ raise_exception('no system') }}"));
+    says(refuses, Finding::Holds, "the words of assistant, user are");
+    says(with(&|t| t.replace("'tool'", "'nobody'")), Finding::Holds, "tool answers not known");
+    let none = TokenizerSpec { chat_template: None, ..gguf_spec(NANO) };
+    says(check(&none.checks(None, None), "template text").clone(), Finding::Holds, "no template");
+}
+
+#[test]
+fn other_templates_are_said_and_rivals_are_doubtful() {
+    let config = |list: Value| json!({"chat_template": list, "eos_token": null}).to_string();
+    let own = hf_spec().chat_template.unwrap();
+    let list = json!([{"name": "default", "template": own}, {"name": "tool_use", "template": "x"}]);
+    let tokenizer = text("tokenizer/tok/tokenizer.json");
+    let spec = TokenizerSpec::from_hf(&tokenizer, Some(&config(list)), None).unwrap();
+    assert_eq!(
+        (spec.chat_template.as_deref(), &spec.other_templates[..]),
+        (Some(&own[..]), &[OtherTemplate::named("tool_use")][..])
+    );
+    let named = check(&spec.checks(None, None), "chat template").clone();
+    assert!(named.holds() && named.detail.ends_with("not used here: tool_use"), "{named:?}");
+    let rival = OtherTemplate { name: "tokenizer_config.json".into(), is_rival: true };
+    let two = TokenizerSpec { other_templates: vec![rival], ..gguf_spec(NANO) };
+    let found = check(&two.checks(None, None), "chat template").clone();
+    assert!(
+        found.finding == Finding::Doubtful && found.detail.contains("tokenizer_config.json has another chat_template"),
+        "{found:?}"
+    );
 }
 
 #[test]

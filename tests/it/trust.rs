@@ -12,6 +12,7 @@ use lockstep::checkpoint::{Checkpoint, Standing};
 use lockstep::gguf::Value;
 use lockstep::quant::QuantType;
 use lockstep::report::{StageReport, Verdict};
+use lockstep::tokenize::OtherTemplate;
 use lockstep::verify::file;
 use serde_json::json;
 
@@ -442,4 +443,12 @@ fn a_template_in_a_file_of_its_own_is_read() {
     assert_eq!(read().unwrap().as_deref(), Some("<|user|>"));
     put(at.path(), "chat_template.json", b"[]");
     assert!(read().is_err());
+    // A file of its own goes before the config, and an equal one is no rival.
+    let spec = || Checkpoint::open(Some(at.path())).unwrap().tokenizer_spec().unwrap();
+    put(at.path(), "tokenizer_config.json", b"{\"chat_template\": \"<|user|>\"}");
+    put(at.path(), "chat_template.jinja", b"<|system|>");
+    assert_eq!(spec().chat_template.as_deref(), Some("<|system|>"));
+    assert_eq!(spec().other_templates, [OtherTemplate { name: "tokenizer_config.json".into(), is_rival: true }]);
+    put(at.path(), "chat_template.jinja", b"<|user|>");
+    assert!(spec().other_templates.is_empty());
 }

@@ -95,6 +95,10 @@ impl Progress for Bar {
         Teller.at(what, done, all);
     }
 
+    fn uneven(&self, what: &str, parts: (usize, usize), share: f64) {
+        Teller.uneven(what, parts, share);
+    }
+
     fn bytes(&self, what: &str, done: u64, all: u64) {
         Teller.bytes(what, done, all);
     }
@@ -105,15 +109,19 @@ pub(super) struct Teller;
 
 impl Progress for Teller {
     fn at(&self, what: &str, done: usize, all: usize) {
-        tell(what, done as u64, all as u64, |n| n.to_string());
+        tell(what, (done as u64, all as u64), None, |n| n.to_string());
+    }
+
+    fn uneven(&self, what: &str, (done, all): (usize, usize), share: f64) {
+        tell(what, (done as u64, all as u64), Some(share), |n| n.to_string());
     }
 
     fn bytes(&self, what: &str, done: u64, all: u64) {
-        tell(what, done, all, bytes);
+        tell(what, (done, all), None, bytes);
     }
 }
 
-fn tell(what: &str, done: u64, all: u64, show: impl Fn(u64) -> String) {
+fn tell(what: &str, (done, all): (u64, u64), share: Option<f64>, show: impl Fn(u64) -> String) {
     let mut shown = shown();
     let Some(now) = shown.as_mut() else { return };
     if now.what != what {
@@ -123,7 +131,7 @@ fn tell(what: &str, done: u64, all: u64, show: impl Fn(u64) -> String) {
         return;
     }
     // Threads speak out of order, and some begin a part that others have ended.
-    let text = format!("{}{what}{}", now.before, far(done.min(all), all, now.began.elapsed(), show));
+    let text = format!("{}{what}{}", now.before, far((done.min(all), all), share, now.began.elapsed(), show));
     match &now.line {
         Some(line) => line.set_message(clean(&text).into_owned()),
         None => {
@@ -133,8 +141,8 @@ fn tell(what: &str, done: u64, all: u64, show: impl Fn(u64) -> String) {
     }
 }
 
-/// ` 3 of 8, 1.5/s, 3 s left`.
-fn far(done: u64, all: u64, time: Duration, show: impl Fn(u64) -> String) -> String {
+/// ` 3 of 8, 1.5/s, 3 s left`. Where parts are not alike, `share` of the work is done.
+fn far((done, all): (u64, u64), share: Option<f64>, time: Duration, show: impl Fn(u64) -> String) -> String {
     if all == 0 {
         return String::new();
     }
@@ -142,7 +150,8 @@ fn far(done: u64, all: u64, time: Duration, show: impl Fn(u64) -> String) -> Str
     if time >= SETTLED && done > 0 {
         let rate = done as f64 / time.as_secs_f64();
         let speed = if rate < 10.0 && show(1) == "1" { format!("{rate:.1}") } else { show(rate as u64) };
-        text.push_str(&format!(", {speed}/s, {:.0} s left", (all - done) as f64 / rate));
+        let share = share.filter(|share| *share > 0.0).unwrap_or(done as f64 / all as f64).min(1.0);
+        text.push_str(&format!(", {speed}/s, {:.0} s left", time.as_secs_f64() * (1.0 - share) / share));
     }
     text
 }
@@ -154,9 +163,10 @@ mod tests {
     #[test]
     fn lines_say_how_far_how_fast_and_how_long() {
         let (count, s) = (|n: u64| n.to_string(), Duration::from_secs);
-        assert_eq!(far(0, 0, s(9), count), "");
-        assert_eq!(far(0, 8, s(9), count), " 0 of 8");
-        assert_eq!(far(3, 8, s(2), count), " 3 of 8, 1.5/s, 3 s left");
-        assert_eq!(far(3 << 30, 4 << 30, s(1), bytes), " 3.00 GiB of 4.00 GiB, 3.00 GiB/s, 0 s left");
+        assert_eq!(far((0, 0), None, s(9), count), "");
+        assert_eq!(far((0, 8), None, s(9), count), " 0 of 8");
+        assert_eq!(far((3, 8), None, s(2), count), " 3 of 8, 1.5/s, 3 s left");
+        assert_eq!(far((3, 8), Some(0.5), s(2), count), " 3 of 8, 1.5/s, 2 s left");
+        assert_eq!(far((3 << 30, 4 << 30), None, s(1), bytes), " 3.00 GiB of 4.00 GiB, 3.00 GiB/s, 0 s left");
     }
 }

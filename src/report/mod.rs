@@ -4,6 +4,7 @@
 pub mod bench;
 pub mod bisection;
 pub mod checkup;
+mod cost;
 pub mod covered;
 pub mod inspection;
 pub mod json;
@@ -18,6 +19,7 @@ use std::io;
 
 use serde::Serialize;
 
+pub use cost::Cost;
 pub use page::{Look, Page, clean, clean_lines};
 pub use progress::Progress;
 pub use run::Run;

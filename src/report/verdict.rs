@@ -3,6 +3,7 @@
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json, json};
 
+use super::cost::Cost;
 use super::json::Number;
 
 /// What was found. Ordered from best to worst, as a stage's verdict is the worst of its checks'.
@@ -169,6 +170,8 @@ pub struct StageReport {
     pub seconds: f64,
     /// How much of the model it ran and judged; nothing for stages that run none of it.
     pub reach: Reach,
+    /// What it took, of a stage that searches.
+    pub cost: Option<Cost>,
 }
 
 impl StageReport {
@@ -196,7 +199,7 @@ impl StageReport {
     /// From checks, all of them kept.
     pub fn new(stage: &'static str, summary: impl Into<String>, checks: Vec<Check>) -> Self {
         let (made, reach) = (checks.len(), Reach::default());
-        StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach }
+        StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach, cost: None }
     }
 
     /// The worst verdict; a stage without a single check is unmeasured.
@@ -215,7 +218,7 @@ impl Serialize for StageReport {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         json!({
             "stage": self.stage, "verdict": self.verdict(), "summary": self.summary,
-            "checks_made": self.made, "seconds": self.seconds, "checks": self.checks,
+            "checks_made": self.made, "seconds": self.seconds, "cost": self.cost, "checks": self.checks,
         })
         .serialize(serializer)
     }

@@ -74,6 +74,9 @@ impl Verification {
         let StageReport { stage, summary, made, seconds, .. } = report;
         let (verdict, made, seconds) = (report.verdict().name(), made.to_string(), format!("{seconds:.1}"));
         page.table(&Table::next(&COLUMNS, &WIDTHS, [stage, verdict, &made, &seconds, summary]))?;
+        if let Some(cost) = &report.cost {
+            page.line(format!("    {}", cost.line()))?;
+        }
         page.flush()
     }
 

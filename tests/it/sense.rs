@@ -63,6 +63,9 @@ fn a_trained_model_makes_sense() {
     let report = sense::run(&subject(open(GLM5_NANO)), &Silent).unwrap();
     assert_eq!(report.verdict(), Verdict::Match, "{}", show(&report));
     assert_eq!(check(&report, "language model").0, Verdict::Match);
+    let cost = report.cost.as_ref().unwrap();
+    assert!(cost.texts > 0 && cost.token_layers == 6 * cost.tokens as u64 && cost.repairs == 0, "{cost:?}");
+    assert!(cost.line().ends_with("no repair tried, since none could gain enough"), "{}", cost.line());
     assert_eq!(check(&report, "texts: verses of the King James Bible, asked").0, Verdict::Match);
     let on_trust = check(&report, "published facts");
     assert_eq!(on_trust.0, Verdict::NotApplicable);
@@ -81,7 +84,12 @@ fn a_number_of_the_metadata_is_named() {
 
 #[test]
 fn data_in_the_wrong_place_is_named() {
-    assert_named("gate and up, all");
+    let cost = assert_named("gate and up, all").cost.unwrap();
+    // Halves of layers share what lies below them.
+    assert!(cost.repairs > 80 && cost.token_layers < 6 * cost.tokens as u64, "{cost:?}");
+    for part in ["Tried by default: ", "gate and up", "of each of 6 layers", "only with --thorough: up to 3 at once"] {
+        assert!(cost.line().contains(part), "no {part} in {}", cost.line());
+    }
 }
 
 #[test]
@@ -141,6 +149,7 @@ fn the_command_tells_the_edit_and_leaves_the_file() {
     let sense = |args: &[&str]| run(lockstep().args(["verify", "sense", "-m"]).arg(&path).args(args));
     let planned = sense(&["--repair-plan", "--all"]).exits(1);
     planned.says("Plan: set glm-dsa.expert_weights_scale to 2.5 (now 1)").says("DIVERGENT");
+    planned.says("tokens x layers").says("Tried by default: ").says("only with --thorough: ");
     assert!(before == std::fs::read(&path).unwrap(), "the file is as it was");
     sense(&["--untrained"]).exits(3).says("random on purpose").silent_on("Plan");
 }

@@ -48,6 +48,9 @@ fn documents_follow_their_schemas() {
     let json = |command: &str, args: &[&str], code| run(nano(command, args).arg("--json")).exits(code).stdout;
     let verify = follows("verify", &json("verify", &["file", "tokenizer", "weights", "--tp", "2"], 0));
     assert_eq!((&verify["exit"], &verify["incomplete"]), (&0.into(), &Json::Null));
+    assert_eq!(verify["stages"][0]["cost"], Json::Null);
+    let sense = follows("verify", &json("verify", &["sense"], 0));
+    assert!(sense["stages"][0]["cost"]["token_layers"].as_u64().unwrap() > 1000);
     let faulty = ["weights", "activations", "--layers", "1", "--inject", "REDUCE_MISSED@layers.1.attn.out:rank=1"];
     let found = follows("verify", &json("verify", &[&faulty[..], &["--tp", "2"]].concat(), 1));
     let checks = found["stages"][1]["checks"].as_array().unwrap();

@@ -13,21 +13,23 @@ mod scorer;
 mod search;
 mod sets;
 mod texts;
+mod tries;
 
 use std::cmp::Ordering;
+use std::time::Instant;
 
 use serde_json::{Value as Json, json};
 
 use self::repair::Repair;
 use self::rule::{Band, Scale};
 use self::scorer::{Deck, Room, Scorer, Text};
-use self::search::{Depth, Named, Search};
+use self::search::{Depth, Named, SEARCHED, Search};
 use self::sets::Set;
 use super::{Subject, VerifyError};
 use crate::checkpoint::Checkpoint;
 use crate::gguf::Value;
 use crate::model::published;
-use crate::report::{Check, Progress, StageReport, Verdict};
+use crate::report::{Check, Cost, Progress, StageReport, Verdict};
 use crate::synth::{Random, UNTRAINED};
 use crate::tokenize::Tokenizer;
 
@@ -55,9 +57,6 @@ impl Default for SenseOptions {
 /// Texts of each set by which it is found out whether the model knows the set.
 const FIRST: usize = 4;
 
-/// Sets that are searched: where the second says nothing, a third hardly does.
-const SEARCHED: usize = 2;
-
 /// What was found out about a set.
 struct Heard {
     set: Set,
@@ -71,6 +70,7 @@ struct Heard {
 /// # Errors
 /// Engines that cannot be made, steps that fail.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
+    let began = Instant::now();
     let (checkpoint, options) = (&subject.checkpoint, subject.sense);
     if subject.target.is_some() {
         return Ok(StageReport::not_applicable(STAGE, "a dump is judged, not the file"));
@@ -103,7 +103,24 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let room = sets.iter().chain(merged.iter().flatten()).fold(Room::default(), |room, set| room.and(&set.texts));
     progress.at("sets of texts", 0, sets.len());
     let mut scorer = Scorer::new(subject, room)?;
-    let mut heard = hear(&mut scorer, sets, unigram, progress)?;
+    let (report, repairs) = judge(&mut scorer, (sets, merged, unigram), checks, subject, progress)?;
+    let (tries, seconds) = (tries::of(checkpoint.config()), began.elapsed().as_secs_f64());
+    Ok(StageReport { cost: Some(Cost { seconds, repairs, tries, ..scorer.cost }), ..report })
+}
+
+/// The sets of texts; the same with merges by ids, where these are others; and what a unigram model loses on them.
+type Sets = (Vec<Set>, Option<Vec<Set>>, f64);
+
+/// Finds out what the model knows, and searches where that is lost. Returns how many repairs were tried, too.
+fn judge(
+    scorer: &mut Scorer,
+    (sets, merged, unigram): Sets,
+    mut checks: Vec<Check>,
+    subject: &Subject,
+    progress: &dyn Progress,
+) -> Result<(StageReport, usize), VerifyError> {
+    let (checkpoint, options) = (&subject.checkpoint, subject.sense);
+    let mut heard = hear(scorer, sets, unigram, progress)?;
     checks.extend(heard.iter().map(|h| h.check(unigram)));
     checks.extend(asking(&heard));
     // The set that the model knows best comes first.
@@ -122,14 +139,14 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         let scale = Scale { tokens: h.set.texts.iter().map(Text::scored).collect(), unigram };
         let depth = Depth { deep: i == 0 || options.thorough || best != Band::None, thorough: options.thorough };
         let other = merged.iter().flatten().find(|set| set.name == h.set.name).map(|set| &set.texts[..]);
-        let mut search = Search::new(&mut scorer, (&h.set.texts, other), scale, depth, progress)?;
+        let mut search = Search::new(scorer, (&h.set.texts, other), scale, depth, progress)?;
         let base = search.base.clone();
         let found = search.run()?;
         tried += search.tried;
         if let Some(named) = found {
             let summary = named_summary(&named, &base, search.scale(), &h.set, tried);
             checks.extend(named_checks(&named, &base, search.scale(), &h.set, checkpoint, options.plan));
-            return Ok(StageReport::new(STAGE, summary, checks));
+            return Ok((StageReport::new(STAGE, summary, checks), tried));
         }
         if depth.deep && last.is_none() {
             last = search.place()?.map(|(repair, nats)| placed(&repair, &base, &nats, search.scale(), &h.set));
@@ -137,12 +154,12 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         first.get_or_insert_with(|| (search.scale().clone(), base, h));
     }
     let Some((scale, base, h)) = first else {
-        return Ok(StageReport::unmeasured(STAGE, "no set of texts was run"));
+        return Ok((StageReport::unmeasured(STAGE, "no set of texts was run"), tried));
     };
     checks.extend(last);
     checks.push(conclusion(&scale, &base, h, tried));
     let summary = format!("{:.3} nats a token on {}; {tried} repairs tried", scale.loss(&base), h.set.name);
-    Ok(StageReport::new(STAGE, summary, checks))
+    Ok((StageReport::new(STAGE, summary, checks), tried))
 }
 
 /// The loss of the first texts of every set, and of the same with the answers' tokens shuffled.

@@ -223,6 +223,23 @@ impl Repair {
         all.map(|change| Repair { change, layer: Some(layer) }).collect()
     }
 
+    /// The first layer that it alters: what stands below is as without it.
+    pub(super) fn first_layer(&self, c: &Config) -> usize {
+        let experts = |ffn: Ffn| matches!(ffn, Ffn::Routed | Ffn::Shared);
+        let sparse = c.dense_layers.min(c.layers - 1);
+        match (self.layer, self.change) {
+            (Some(layer), _) => layer,
+            (None, Change::Layers(a, b, _)) => a.min(b),
+            (None, Change::Tied) => c.layers - 1,
+            (None, Change::GateUp(ffn) | Change::UpDown(ffn)) if experts(ffn) => sparse,
+            (None, Change::ExpertScale(_) | Change::ExpertsUsed(_) | Change::Gating(_) | Change::ExpertNorm(_)) => {
+                sparse
+            }
+            (None, Change::NoBias | Change::BiasInWeights | Change::RouterRows(_)) => sparse,
+            _ => 0,
+        }
+    }
+
     /// Its kind, whatever value and layer.
     pub fn family(&self) -> &'static str {
         match self.change {

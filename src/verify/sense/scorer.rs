@@ -11,6 +11,7 @@ use crate::device::{Around, Batch, Call, Device, DeviceError, Op, StepShape, Tok
 use crate::engine::kv::PAGE;
 use crate::engine::{Engine, EngineError};
 use crate::model::{Config, Point};
+use crate::report::Cost;
 use crate::shard::TpPlan;
 use crate::verify::Subject;
 
@@ -170,6 +171,8 @@ pub(super) struct Scorer {
     engine: Engine,
     checkpoint: Arc<Checkpoint>,
     shared: Arc<Shared>,
+    /// What was run so far.
+    pub cost: Cost,
 }
 
 impl Scorer {
@@ -192,7 +195,7 @@ impl Scorer {
             Some(Box::new(repairing) as Box<dyn Around>)
         };
         let engine = Engine::start(&|_| checkpoint.clone(), plan, ranks, options, &around)?;
-        Ok(Scorer { engine, checkpoint, shared })
+        Ok(Scorer { engine, checkpoint, shared, cost: Cost::default() })
     }
 
     /// The configuration.
@@ -234,11 +237,17 @@ impl Scorer {
         layer: usize,
         kept: &Kept,
     ) -> Result<Vec<f64>, EngineError> {
-        let start = kept.get(layer).map(|residual| (layer, residual.clone()));
+        // A shared layer takes the choice of a full one below it, which so must run, too.
+        let first = (0..=layer).rev().find(|l| self.config().is_full(*l)).unwrap_or(0);
+        let start = kept.get(first).map(|residual| (first, residual.clone()));
         self.step(deck, Order { repairs: repairs.to_vec(), start, keep: false })
     }
 
     fn step(&mut self, deck: &Deck, order: Order) -> Result<Vec<f64>, EngineError> {
+        let layers = self.config().layers - order.start.as_ref().map_or(0, |(layer, _)| *layer);
+        self.cost.texts += deck.texts.len();
+        self.cost.tokens += deck.tokens();
+        self.cost.token_layers += (deck.tokens() * layers) as u64;
         *lock(&self.shared.order) = order;
         let mut batch = Batch { expanded: true, ..Batch::default() };
         let mut wanted = Vec::new();

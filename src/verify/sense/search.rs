@@ -1,5 +1,5 @@
 //! The search for repairs: all of them on two texts, those that help on every text, and what helps most is kept while the
-//! next is looked for. A repair of a layer shares what stands below it.
+//! next is looked for. A repair shares what stands below the first layer that it alters.
 
 use super::repair::{Change, Half, Repair};
 use super::rule::{LEAST_GAIN, LEAST_OVER_SKIP, PLAUSIBLE, Scale};
@@ -20,8 +20,10 @@ const BEAM_THOROUGH: usize = 3;
 /// What such a set must have gained of the file's loss.
 const CARRIED: f64 = 0.2;
 /// Most repairs at once.
-const MOST: usize = 2;
-const MOST_THOROUGH: usize = 3;
+pub(super) const MOST: usize = 2;
+pub(super) const MOST_THOROUGH: usize = 3;
+/// Sets that are searched: where the second says nothing, a third hardly does.
+pub(super) const SEARCHED: usize = 2;
 
 /// What runs a race.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,9 +221,11 @@ impl<'a> Search<'a> {
             let halves = (0..layers)
                 .flat_map(|layer| Half::ALL.map(|half| Repair { change: Change::Skip(half), layer: Some(layer) }));
             let start = Found { repairs: Vec::new(), nats: self.base.clone() };
-            let raced = self.race(&start, halves.collect(), Race::Skips, "layers left out")?;
+            let mut raced = self.race(&start, halves.collect(), Race::Skips, "layers left out")?;
+            raced.truncate(TRIED);
             let mut all = Vec::new();
-            for (repair, _) in raced.into_iter().take(TRIED) {
+            for (i, (repair, _)) in raced.iter().copied().enumerate() {
+                self.progress.at("layers left out, on every text", i, raced.len());
                 all.push((repair, self.all(&[repair])?));
             }
             self.left_out = Some(all);
@@ -292,8 +296,10 @@ impl<'a> Search<'a> {
             raced.extend(self.race(state, each, Race::Repairs, "repairs of layers")?);
             raced.sort_by(|a, b| a.1.total_cmp(&b.1));
         }
-        for (repair, _) in raced.into_iter().take(TRIED) {
-            found.extend(self.found(state, repair)?);
+        raced.truncate(TRIED);
+        for (i, (repair, _)) in raced.iter().enumerate() {
+            self.progress.at("repairs on every text", i, raced.len());
+            found.extend(self.found(state, *repair)?);
         }
         found.sort_by(|a, b| a.nats.iter().sum::<f64>().total_cmp(&b.nats.iter().sum()));
         self.rounds.push((state.repairs.clone(), found.clone()));
@@ -323,8 +329,13 @@ impl<'a> Search<'a> {
             Race::Repairs => (1.0 - RACE) * base,
         };
         let (count, mut raced) = (repairs.len(), Vec::new());
-        for (i, repair) in repairs.into_iter().enumerate() {
-            self.progress.at(what, i, count);
+        // Each runs from the first layer that it alters.
+        let layers = |repair: &Repair| self.scorer.config().layers - repair.first_layer(self.scorer.config());
+        let work: Vec<usize> = repairs.iter().map(layers).collect();
+        let (all, mut done) = (work.iter().sum::<usize>().max(1), 0);
+        for (i, (repair, work)) in repairs.into_iter().zip(work).enumerate() {
+            self.progress.uneven(what, (i, count), done as f64 / all as f64);
+            done += work;
             let clash = |other: &Repair| {
                 other.family() == repair.family() && (other.layer == repair.layer || other.layer.is_none())
             };
@@ -334,9 +345,9 @@ impl<'a> Search<'a> {
             }
             self.tried += 1;
             let deck = &of(&self.decks, &self.merged, &all).race;
-            let nats = match repair.layer {
-                Some(layer) => self.scorer.nats_from(deck, &all, layer, &kept)?,
-                None => self.scorer.nats(deck, &all)?,
+            let nats = match repair.first_layer(self.scorer.config()) {
+                0 => self.scorer.nats(deck, &all)?,
+                layer => self.scorer.nats_from(deck, &all, layer, &kept)?,
             };
             let loss: f64 = nats.iter().sum();
             if loss <= most {

@@ -8,6 +8,7 @@
 mod config;
 mod shares;
 mod sizes;
+mod strewn;
 mod trust;
 mod values;
 mod zeros;

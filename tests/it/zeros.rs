@@ -98,6 +98,23 @@ fn zeros_in_many_short_runs_are_counted() {
 }
 
 #[test]
+fn pieces_that_are_strewn_are_held_against_their_kin() {
+    // Q5_K, 4 blocks a row: one in each of so many rows.
+    let strew = |m: &mut Model, layer: usize, n: usize| {
+        let o = format!("blk.{layer}.attn_output.weight");
+        let size = 4 * lockstep::quant::QuantType::Q5_K.row_bytes(256);
+        let of = |i: usize| (17 * i + 5) * size + i % 4 * (size / 4);
+        (0..n).for_each(|i| data(m, &o)[of(i)..of(i) + size / 4].fill(0));
+    };
+    let report = judged(|m| strew(m, 2, 12));
+    let says = "ZEROS_STREWN: 12 pieces are zero among values (1.172 %, the median of the other layers is 0.000 %)";
+    damage(&report, "blk.2.attn_output.weight", &[says, "bytes 3520..3696 of the tensor"]);
+    // Twins: fewer; and as many in most layers.
+    matches(&judged(|m| strew(m, 2, 7)), 150);
+    matches(&judged(|m| (0..4).for_each(|layer| strew(m, layer, 12))), 150);
+}
+
+#[test]
 fn columns_of_plain_values_are_counted() {
     let zero_in = |ty: QuantType, every: usize, of: &'static str| {
         let mut model = nano();

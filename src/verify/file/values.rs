@@ -8,9 +8,10 @@ use rayon::prelude::*;
 
 use super::shares;
 use super::sizes::{self, Sizes};
+use super::strewn::{self, Strewn};
 use super::zeros::{self, Holds};
 use crate::checkpoint::{Checkpoint, View};
-use crate::model::{Kind, params};
+use crate::model::{Kind, Param, params};
 use crate::quant::{QuantType, scan};
 use crate::report::{Check, Progress, Verdict};
 
@@ -53,37 +54,47 @@ pub(super) fn scan_all(checkpoint: &Checkpoint, progress: &dyn Progress) -> Scan
     let names: Vec<&str> = source.names();
     let all: u64 = names.iter().filter_map(|n| source.tensor(n)).map(|v| v.bytes.len() as u64).sum();
     let done = AtomicU64::new(0);
-    let found: Vec<(Vec<Check>, Option<Sizes>)> = names
+    let found: Vec<(Vec<Check>, Option<Beside>)> = names
         .par_iter()
         .filter_map(|name| {
             let view = source.tensor(name)?;
             let ty = view.ty.quant?;
             let row = ty.row_bytes(view.ne.first().map_or(0, |n| *n as usize));
-            let holds = match kinds.get(*name) {
+            let param = kinds.get(*name);
+            let holds = match param.map(|param| param.kind) {
                 None => Holds::Anything,
-                Some(kind) if zeros::may_be_zero(*kind) => Holds::Anything,
+                Some(kind) if zeros::may_be_zero(kind) => Holds::Anything,
                 Some(Kind::TokenEmbd | Kind::Output) => Holds::Vocabulary(row, &unused),
                 Some(_) if view.bytes.len() == row => Holds::Vector,
                 Some(_) => Holds::Rows(row),
             };
             let place = Place { file: source.file_of(name), offset: source.offset_of(name) };
-            let checks = tensor(name, &place, ty, &view, holds);
-            let sized = |kind: &Kind| Sizes { name: name.to_string(), kind: *kind, of: sizes::of(ty, &view) };
-            let sizes = kinds.get(*name).map(sized);
+            let units = zeros::units(ty, &view.bytes, holds);
+            let checks = tensor(name, &place, ty, &view, (holds, &units));
+            let beside_kin = |param: &Param| {
+                let (name, kind, layer) = (name.to_string(), param.kind, param.layer);
+                let (zero, all) = strewn::of(ty, &view, holds, &units);
+                (Sizes { name: name.clone(), kind, of: sizes::of(ty, &view) }, Strewn { name, kind, layer, zero, all })
+            };
+            let kin = param.map(beside_kin);
             let before = done.fetch_add(view.bytes.len() as u64, Ordering::Relaxed);
             let now = before + view.bytes.len() as u64;
             if before / UNIT != now / UNIT || now == all {
                 progress.bytes("scanned", now, all);
             }
-            Some((checks, sizes))
+            Some((checks, kin))
         })
         .collect();
     let tensors = found.len();
-    let (checks, sizes): (Vec<_>, Vec<_>) = found.into_iter().unzip();
+    let (checks, kin): (Vec<_>, Vec<_>) = found.into_iter().unzip();
     let mut checks: Vec<Check> = checks.into_iter().flatten().collect();
-    let sizes: Vec<Sizes> = sizes.into_iter().flatten().collect();
+    let (sizes, strewn): (Vec<Sizes>, Vec<Strewn>) = kin.into_iter().flatten().unzip();
     let is_bad = |name: &str| checks.iter().any(|c| c.name == name && c.verdict == Verdict::Divergent);
-    let odd = sizes::checks(&sizes, is_bad);
+    let range = |name: &str, range: &Range<usize>| {
+        let place = Place { file: source.file_of(name), offset: source.offset_of(name) };
+        format!("{}; {}", place.range(range), place.file)
+    };
+    let odd = [sizes::checks(&sizes, is_bad), strewn::checks(&strewn, is_bad, range)].concat();
     checks.extend(odd);
     if !checks.iter().any(|c| c.verdict == Verdict::Divergent) {
         checks.push(Check::exact("values", true, format!("no NaN and no infinity in {tensors} tensors")));
@@ -91,17 +102,23 @@ pub(super) fn scan_all(checkpoint: &Checkpoint, progress: &dyn Progress) -> Scan
     Scanned { tensors, bytes: all, checks }
 }
 
-/// The kind of every tensor that fills a parameter.
-fn kinds(checkpoint: &Checkpoint) -> HashMap<&str, Kind> {
+/// The parameter that every tensor fills, or that it holds the first part of.
+fn kinds(checkpoint: &Checkpoint) -> HashMap<&str, Param> {
     let c = checkpoint.config();
     let mut kinds = HashMap::new();
     for param in params::of_trunk(c).into_iter().chain(params::of_mtp(c)) {
         for name in checkpoint.binding(param).into_iter().flat_map(|b| b.names()) {
-            kinds.entry(name.as_str()).or_insert(param.kind);
+            kinds.entry(name.as_str()).or_insert(param);
         }
     }
     kinds
 }
+
+/// What of a tensor is held against its kin.
+type Beside = (Sizes, Strewn);
+
+/// Where units of a tensor are zero.
+type Units = [Range<usize>];
 
 /// Where a tensor's data lies.
 struct Place {
@@ -117,7 +134,7 @@ impl Place {
     }
 }
 
-fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'_>) -> Vec<Check> {
+fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, (holds, units): (Holds<'_>, &Units)) -> Vec<Check> {
     let file = &at.file;
     let info = ty.info();
     let blocks = view.bytes.len() / info.bytes;
@@ -145,7 +162,7 @@ fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'
         );
         checks.push(Check::exact(name, false, detail));
     }
-    if let Some(what) = zero(at, ty, view, holds) {
+    if let Some(what) = zero(at, ty, view, (holds, units)) {
         let detail = format!(
             "{what}; {file}. No trained tensor is so: this part was never written, or lost; fetch or convert it again"
         );
@@ -178,13 +195,12 @@ fn tensor(name: &str, at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'
 }
 
 /// What is zero in a tensor and must not be.
-fn zero(at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'_>) -> Option<String> {
+fn zero(at: &Place, ty: QuantType, view: &View<'_>, (holds, units): (Holds<'_>, &Units)) -> Option<String> {
     let all = view.bytes.len();
     let block = ty.info().bytes;
     let stack = view.ne.get(2).map_or(1, |n| *n as usize).max(1);
-    let units = zeros::units(ty, &view.bytes, holds);
-    let share = || shares::of(ty, view, holds, &units).map(|s| format!("{}, {}", s.what, at.range(&s.first)));
-    let runs = zeros::runs(ty, &view.bytes, holds, &units);
+    let share = || shares::of(ty, view, holds, units).map(|s| format!("{}, {}", s.what, at.range(&s.first)));
+    let runs = zeros::runs(ty, &view.bytes, holds, units);
     let Some(first) = runs.first() else { return share() };
     let bytes: usize = runs.iter().map(ExactSizeIterator::len).sum();
     let (matrices, range) = (first.start.div_ceil(all / stack)..first.end / (all / stack), at.range(first));
@@ -204,7 +220,7 @@ fn zero(at: &Place, ty: QuantType, view: &View<'_>, holds: Holds<'_>) -> Option<
     let more = match runs.len() {
         1 => String::new(),
         n => {
-            let share = shares::of(ty, view, holds, &units).map_or(String::new(), |s| format!("; {}", s.what));
+            let share = shares::of(ty, view, holds, units).map_or(String::new(), |s| format!("; {}", s.what));
             format!("; {} more such runs, {bytes} bytes in all{share}", n - 1)
         }
     };

@@ -165,7 +165,7 @@ mod tests {
     fn lines_are_broken_between_words() {
         assert_eq!(wrap("  one two three", 11), "  one two\n    three");
         assert_eq!(wrap("/a/long-path one", 8), "/a/long-path\n  one");
-        assert_eq!(wrap("a \"quoted<|text|>\" b", 9), "a\n  \"quoted\n  <|text|\n  >\" b", "a last resort");
+        assert_eq!(wrap("a \"quoted<|text|>\" b", 9), "a \"quoted\n  <|text|\n  >\" b", "a last resort");
         assert_eq!(wrap("", 9), "");
     }
 }

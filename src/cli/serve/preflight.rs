@@ -96,7 +96,9 @@ pub(super) fn holder(address: SocketAddr) -> Option<String> {
             .then(|| fields.get(9).map(ToString::to_string))?
     });
     let socket = format!("socket:[{}]", listening.next()?);
-    let processes = std::fs::read_dir("/proc").ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let numbered =
+        |path: &PathBuf| path.file_name().is_some_and(|n| n.as_encoded_bytes().iter().all(u8::is_ascii_digit));
+    let processes = std::fs::read_dir("/proc").ok()?.filter_map(|entry| Some(entry.ok()?.path())).filter(numbered);
     let holds = |process: &PathBuf| {
         let open = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
         open.into_iter().any(|fd| std::fs::read_link(fd.path()).is_ok_and(|to| to.as_os_str() == socket.as_str()))

@@ -72,6 +72,7 @@ fn clients(port: u16, sequences: usize) -> Result<f64, Failed> {
 }
 
 fn main() -> Result<(), Failed> {
+    let mut out = std::io::stdout();
     let path = std::env::args_os().nth(1).map(std::path::PathBuf::from);
     let checkpoint = Arc::new(Checkpoint::open(path.as_deref())?);
     let tokenizer = Arc::new(Tokenizer::new(&checkpoint.tokenizer_spec()?)?);
@@ -107,12 +108,12 @@ fn main() -> Result<(), Failed> {
             let (a, b) = (alone(&mut direct, &prompt, sequences)?, clients(port, sequences)?);
             let speed = |seconds: f64| (sequences * TOKENS) as f64 / seconds;
             if repeat > 0 {
-                println!("{sequences} streams: {:.0} tokens/s alone, {:.0} through HTTP", speed(a), speed(b));
+                writeln!(out, "{sequences} streams: {:.0} tokens/s alone, {:.0} through HTTP", speed(a), speed(b))?;
                 ratios.push(a / b);
             }
         }
         ratios.sort_by(f64::total_cmp);
-        println!("{sequences} streams: {:.3} of the speed (median of {REPEATS})", ratios[REPEATS / 2]);
+        writeln!(out, "{sequences} streams: {:.3} of the speed (median of {REPEATS})", ratios[REPEATS / 2])?;
     }
     Ok(())
 }

@@ -452,6 +452,7 @@ pub struct VerifyArgs {
     #[arg(long)]
     pub no_published_facts: bool,
     /// Write down that this very model passed, in this build on these devices, for `serve --certificate`
+    #[cfg(feature = "serve")]
     #[arg(long, value_name = "FILE")]
     pub certificate: Option<PathBuf>,
     /// Let DRIFT fail

@@ -3,6 +3,7 @@
 pub mod args;
 mod bench;
 mod bisect;
+#[cfg(feature = "serve")]
 mod certificate;
 pub mod console;
 mod device;

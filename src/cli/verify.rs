@@ -4,6 +4,7 @@ use std::io::Write;
 use std::time::Instant;
 
 use super::args::VerifyArgs;
+#[cfg(feature = "serve")]
 use super::certificate::Certificate;
 use super::console::Bar;
 use super::stages::{STAGES, covered};
@@ -17,6 +18,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
     }
+    #[cfg(feature = "serve")]
     if args.certificate.is_some() {
         certifies(args)?;
     }
@@ -88,6 +90,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if let Some(why) = &found.incomplete {
         console::error(why);
     }
+    #[cfg(feature = "serve")]
     if let Some(path) = &args.certificate {
         match exit {
             Exit::Ok => Certificate::new(&subject, &found, &Bar::new("certificate: "))?.write(path)?,
@@ -98,6 +101,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
 }
 
 /// Refuses to certify less than everything.
+#[cfg(feature = "serve")]
 fn certifies(args: &VerifyArgs) -> Result<(), CliError> {
     let s = &args.subject;
     let less = [

@@ -21,7 +21,7 @@ mod stop;
 mod stream;
 mod template;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "serve"))]
 pub(crate) use alphabet::char_of;
 pub use bpe::Tokenizer;
 pub use checks::{Check, Finding, PROBE};

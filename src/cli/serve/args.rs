@@ -61,7 +61,7 @@ pub struct ServeArgs {
     /// A file with one key a line; without it everybody is let in
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// The origin whose pages may ask, such as https://chat.example
+    /// The origin whose pages may ask, such as `https://chat.example`
     #[arg(long, value_name = "ORIGIN")]
     pub cors: Option<String>,
     /// The temperature of requests that state none

@@ -266,7 +266,9 @@ impl Reply for ChatReply {
             What::Ended(ended, spent) => {
                 let finish = finish_reason(ended)?;
                 self.tally.add(spent);
-                self.answers.get_mut(choice).map(|answer| answer.finish = Some(finish));
+                if let Some(answer) = self.answers.get_mut(choice) {
+                    answer.finish = Some(finish);
+                }
                 self.frame(choice, json!({}), None, Some(finish))
             }
         };

@@ -166,7 +166,7 @@ impl CompletionReply {
         let (Some(prompt), Some(answer)) = (self.prompts.get(group), self.answers.get_mut(choice)) else {
             return Vec::new();
         };
-        if choice % self.n == 0 {
+        if choice.is_multiple_of(self.n) {
             self.tally.cached += cached;
             let bytes = |id: u32| self.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
             let tokens = prompt.ids.iter().skip(1).zip(logprobs).map(|(id, found)| TokenLogprob {

@@ -372,5 +372,7 @@ fn options_for(subject: &Subject, attention: Attention) -> Options {
     let tokens = subject.ids.len();
     let (long, short) = neighbours(&subject.ids);
     let all = tokens + long.len() + short.len();
-    Options { attention, ..subject.options_for(all, all + PAGE, 3) }
+    // And three of its length with their texts, one after the other.
+    let cached = (all + PAGE).max(3 * (tokens + scheduled::STEPS + PAGE));
+    Options { attention, ..subject.options_for(all, cached, 3) }
 }

@@ -11,7 +11,7 @@ use crate::verify::VerifyError;
 use crate::verify::logits::{fed, judge};
 
 /// Tokens of each text: so many that every sequence needs a page more than its prompt.
-const STEPS: usize = PAGE + 1;
+pub(super) const STEPS: usize = PAGE + 1;
 
 /// A way to run sequences.
 struct Way {
@@ -39,9 +39,7 @@ impl Bench<'_> {
     pub(super) fn scheduled(&mut self) -> Result<Vec<Check>, VerifyError> {
         let ids = &self.subject.ids;
         let all = "scheduled = alone";
-        // Three sequences with their texts have to fit into what holds the prompt and two neighbours.
-        let room = self.engine.options().cache_tokens.min(3 * self.engine.config().context);
-        let each = (room / 3).saturating_sub(STEPS + PAGE).min(ids.len());
+        let each = ids.len().min(self.engine.config().context.saturating_sub(STEPS + 1));
         if each < PAGE + 2 {
             let detail = format!("the prompt of {} tokens has no page that could be shared", ids.len());
             return Ok(vec![Check::new(all, Verdict::NotApplicable, detail)]);

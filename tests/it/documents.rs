@@ -65,7 +65,10 @@ fn is_path(text: &str) -> bool {
     let plain = text.chars().all(|c| c.is_ascii_alphanumeric() || "._-/".contains(c));
     let (first, last) = (text.split('/').next().unwrap(), text.rsplit('.').next().unwrap());
     let ending = ["rs", "md", "cu", "cuh", "py", "sh"].contains(&last);
-    plain && if text.contains('/') { ending || root().join(first).exists() } else { last == "md" }
+    // What begins with a slash is a route, or a place of somebody's machine.
+    plain
+        && !text.starts_with('/')
+        && if text.contains('/') { ending || root().join(first).exists() } else { last == "md" }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::args::BenchArgs;
 use super::console::Bar;
-use super::device::{Chosen, chosen};
+use super::device::{Chosen, check_degree, chosen};
 use super::{CliError, Exit, emit, options};
 use crate::checkpoint::Checkpoint;
 use crate::device::cpu::host::{Bandwidth, peak_resident, read_bandwidth};
@@ -31,6 +31,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CliErro
     if args.batch.contains(&0) {
         return Err(CliError::Usage("--batch: expected numbers from 1 on, found 0".into()));
     }
+    check_degree(&args.device, args.tp)?;
     match chosen(&args.device)? {
         Chosen::Cpu(backend) => run_on(&backend, args, out),
         #[cfg(feature = "cuda")]

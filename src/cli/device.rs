@@ -70,6 +70,20 @@ pub(super) fn telling(args: &DeviceArgs, told: Arc<dyn Progress + Send>) -> Resu
     }
 }
 
+/// Refuses a list of GPUs that is neither one for all ranks nor one for each.
+///
+/// # Errors
+/// Such a list.
+pub(super) fn check_degree(args: &DeviceArgs, tp: usize) -> Result<(), CliError> {
+    match &args.device {
+        DeviceArg::Cuda(gpus) if gpus.len() > 1 && gpus.len() != tp => {
+            let found = gpus.len();
+            Err(CliError::Usage(format!("--device {}: expected one GPU or {tp}, found {found}", args.device)))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Engines on the devices that were asked for, with faults or without decoration.
 ///
 /// # Errors

@@ -18,6 +18,7 @@ use crate::tokenize::{ChatMessage, Tokenizer};
 
 pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     check(args)?;
+    device::check_degree(&args.device, args.tp)?;
     let engines = device::engines(&args.device, None)?;
     let checkpoint = Arc::new(Checkpoint::open(args.model.model.as_deref())?);
     let spec = checkpoint.tokenizer_spec()?;

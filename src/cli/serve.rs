@@ -65,6 +65,7 @@ pub(super) fn run(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, CliErro
 
 /// Refuses flags that mean nothing.
 fn check(args: &ServeArgs) -> Result<(), CliError> {
+    device::check_degree(&args.device, args.tp)?;
     for (flag, found, most) in [("--temperature", args.temperature, 2.0), ("--top-p", args.top_p, 1.0)] {
         if !(0.0..=most).contains(&found) {
             return Err(CliError::Usage(format!("{flag}: expected 0 to {most}, found {found}")));

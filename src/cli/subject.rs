@@ -42,6 +42,7 @@ fn attention_of(args: &SubjectArgs) -> Attention {
 
 /// Engines with the faults of `--inject`, or plain ones.
 pub(super) fn engines(args: &SubjectArgs) -> Result<Box<dyn Engines>, CliError> {
+    device::check_degree(&args.device, degree(args))?;
     if args.inject.is_empty() {
         return device::engines(&args.device, None);
     }

@@ -179,7 +179,12 @@ impl Service {
         };
         let status = response.status().as_u16();
         self.metrics.requests.get_or_create(&Answered { route: route.0, status }).inc();
-        tracing::info!(id, %method, path = route.0, status, ms = began.elapsed().as_millis() as u64, "answered");
+        let ms = began.elapsed().as_millis() as u64;
+        match route.2 {
+            true => tracing::info!(id, %method, path = route.0, status, ms, "answered"),
+            // What watches asks often.
+            false => tracing::debug!(id, %method, path = route.0, status, ms, "answered"),
+        }
         let headers = response.headers_mut();
         put(headers, "x-request-id", &id);
         if self.loaded.get().is_some_and(|loaded| !loaded.model.verified) {

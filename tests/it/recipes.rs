@@ -198,6 +198,8 @@ fn every_command_says_device_and_recipe_and_refuses_what_is_not_there() {
         assert!(fast.stderr.contains("--recipe fast: expected strict"), "{command:?}: {}", fast.stderr);
         assert!(with(&["--device", "cpu", "--recipe", "bf16"]).exits(2).stderr.contains("bf16"));
         assert!(with(&["--device", "gpu"]).exits(2).stderr.contains("expected cpu, cuda or cuda:0,1"));
+        let three = with(&["--device", "cuda:0,1", "--tp", "3"]).exits(2);
+        assert!(three.stderr.contains("expected one GPU or 3, found 2"), "{}", three.stderr);
         if cfg!(not(feature = "cuda")) {
             let cuda = with(&["--device", "cuda:1,0", "--recipe", "fast"]).exits(2);
             assert!(cuda.stderr.contains("--device cuda:1,0: this build has no CUDA device"), "{}", cuda.stderr);

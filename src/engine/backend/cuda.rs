@@ -49,7 +49,8 @@ impl CudaBackend {
         made.upgrade().map_or((0, 0), |group| group.replays())
     }
 
-    /// The GPUs that `tp` ranks run on: one each, or one for all.
+    /// The GPUs that `tp` ranks run on: one each, or one for all. One rank alone, which many are compared with, is on the
+    /// first.
     ///
     /// # Errors
     /// No driver, or a number of GPUs that is neither.
@@ -58,7 +59,7 @@ impl CudaBackend {
         if self.ordinals.is_empty() {
             return Ok(if tp > 1 && found >= tp { (0..tp).collect() } else { vec![0] });
         }
-        Ok(self.ordinals.clone())
+        Ok(if tp == 1 { self.ordinals[..1].to_vec() } else { self.ordinals.clone() })
     }
 
     fn profile(&self, rank: usize) -> Option<Arc<Profile>> {

@@ -175,9 +175,10 @@ pub struct StageReport {
 }
 
 impl StageReport {
-    /// What it found, without its checks.
+    /// What it found, without its checks. Seconds are rounded, so that they are the same when read back.
     pub fn brief(&self) -> Json {
-        let StageReport { stage, summary, seconds, .. } = self;
+        let StageReport { stage, summary, .. } = self;
+        let seconds = (1e3 * self.seconds).round() / 1e3;
         json!({ "stage": stage, "verdict": self.verdict().name(), "summary": summary, "seconds": seconds })
     }
 
@@ -221,5 +222,19 @@ impl Serialize for StageReport {
             "checks_made": self.made, "seconds": self.seconds, "cost": self.cost, "checks": self.checks,
         })
         .serialize(serializer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_brief_report_is_the_same_when_read_back() {
+        for i in 1..2000 {
+            let report = StageReport { seconds: f64::from(i).sqrt() * 1e-3, ..StageReport::unmeasured("file", "x") };
+            let brief = report.brief();
+            assert_eq!(serde_json::from_str::<Json>(&brief.to_string()).expect("JSON"), brief);
+        }
     }
 }

@@ -80,10 +80,11 @@ fn serve(args: &ServeArgs) -> Result<Exit, CliError> {
         None => Keys::default(),
         Some(path) => {
             let text = std::fs::read_to_string(path)
-                .map_err(|e| CliError::Usage(format!("--api-key-file {}: {e}", path.display())))?;
+                .map_err(|e| CliError::Refused(format!("--api-key-file {}: {e}", path.display())))?;
             let keys = Keys::of(&text);
             if keys.is_empty() {
-                return Err(CliError::Usage(format!("--api-key-file {}: expected a key, found none", path.display())));
+                let problem = format!("--api-key-file {}: expected a key, found none", path.display());
+                return Err(CliError::Refused(problem));
             }
             keys
         }
@@ -212,16 +213,24 @@ fn checked(
         return Ok((engine, json!({ "verified": false, "source": "--unverified: nothing was checked", "time": time })));
     }
     if let Some(path) = &args.certificate {
-        let certificate = Certificate::read(path)?;
         let device = args.device.device.to_string();
         let setting = Setting::of(engines.backend(), &device, args.tp, attention(args.attention))?;
         told.stage("certificate");
-        match certificate.differs(checkpoint, &setting, args.rehash, told)? {
-            None => {
+        // One that cannot be read says as little as one of something else.
+        let certificate = Certificate::read(path).map_err(|e| e.to_string());
+        let differs = match &certificate {
+            Ok(certificate) => certificate.differs(checkpoint, &setting, args.rehash, told)?,
+            Err(e) => Some(e.clone()),
+        };
+        match (differs, certificate) {
+            (None, Ok(certificate)) => {
                 tracing::info!(certificate = %path.display(), "the certificate holds: the checks are not run again");
                 return Ok((engine, certificate.verification()));
             }
-            Some(field) => tracing::warn!("the certificate does not hold, so the checks are run: {field}"),
+            (field, _) => {
+                let field = field.unwrap_or_default();
+                tracing::warn!("the certificate does not hold, so the checks are run: {field}");
+            }
         }
     }
     let (checkpoint, engines, untrained) = (checkpoint.clone(), engines.clone(), args.untrained);

@@ -75,8 +75,29 @@ fn quoted(word: &str) -> String {
     format!("\"{escaped}\"")
 }
 
+/// Flags whose values are files.
+const FILES: [&str; 6] = ["-m", "--model", "--certificate", "--api-key-file", "--chat-template", "--kernels-dir"];
+
+/// What was typed, as a service finds it that starts elsewhere.
+fn absolute(typed: &[String]) -> Vec<String> {
+    let path = |path: &str| std::path::absolute(path).map_or(path.into(), |p| p.display().to_string());
+    let mut is_file = false;
+    let word = |word: &String| {
+        let text = match word.split_once('=') {
+            _ if is_file => path(word),
+            Some((flag, value)) if FILES.contains(&flag) => format!("{flag}={}", path(value)),
+            _ => word.clone(),
+        };
+        is_file = FILES.contains(&word.as_str());
+        text
+    };
+    // A unit ends no other service by itself.
+    typed.iter().filter(|word| *word != "--reap").map(word).collect()
+}
+
 /// A unit that serves with the flags of this run.
 pub(super) fn unit(args: &ServeArgs, program: &str, typed: &[String]) -> String {
+    let typed = absolute(typed);
     let words: Vec<String> = [program]
         .into_iter()
         .map(quoted)
@@ -84,6 +105,8 @@ pub(super) fn unit(args: &ServeArgs, program: &str, typed: &[String]) -> String 
         .collect();
     let (stop, what) =
         (args.drain + 15, args.model.as_ref().map_or("the built-in model".into(), |p| p.display().to_string()));
+    // Only some may listen there.
+    let port = if args.port < 1024 { "AmbientCapabilities=CAP_NET_BIND_SERVICE\n" } else { "" };
     let (what, watchdog) = (what.replace('%', "%%"), 2 * args.stall.unwrap_or(60).max(15));
     format!(
         "[Unit]
@@ -106,7 +129,7 @@ WatchdogSec={watchdog}
 KillMode=mixed
 KillSignal=SIGTERM
 LimitNOFILE=65536
-LimitMEMLOCK=infinity
+{port}LimitMEMLOCK=infinity
 DynamicUser=yes
 CacheDirectory=lockstep
 Environment=XDG_CACHE_HOME=%C/lockstep
@@ -137,6 +160,14 @@ WantedBy=multi-user.target
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_are_found_from_elsewhere() {
+        let typed = ["serve", "-m", "a.gguf", "--certificate=/b", "--reap", "--port", "1"].map(String::from);
+        let found = absolute(&typed);
+        assert!(found[2].starts_with('/') && found[2].ends_with("/a.gguf"), "{found:?}");
+        assert_eq!(found[3..], ["--certificate=/b", "--port", "1"]);
+    }
 
     #[test]
     fn words_of_a_unit_mean_what_they_say() {

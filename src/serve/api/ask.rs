@@ -99,6 +99,11 @@ impl Ask {
         {
             return Err(fields.error("modalities", "expected text alone"));
         }
+        for name in ["repetition_penalty", "length_penalty"] {
+            if fields.any(name).is_some_and(|v| v.as_f64() != Some(1.0)) {
+                return Err(fields.error(name, "is not supported: expected 1"));
+            }
+        }
         if fields.integer("best_of", 0, i64::MAX)?.is_some_and(|n| n > 1) {
             return Err(fields.error("best_of", "expected at most 1"));
         }
@@ -116,6 +121,10 @@ impl Ask {
         let n = fields.integer("n", 1, model.sequences as i64)?.unwrap_or(1) as usize;
         let old = fields.integer("max_tokens", least, i64::MAX)?;
         let most = fields.integer("max_completion_tokens", least, i64::MAX)?.or(old).map(|most| most as usize);
+        let shortest = fields.integer("min_tokens", 0, i64::MAX)?.unwrap_or(0) as usize;
+        if let Some(most) = most.filter(|most| *most < shortest) {
+            return Err(fields.error("min_tokens", format!("expected at most max_tokens, {most}, found {shortest}")));
+        }
         let (stops, keep_stop) = (stops(fields)?, fields.flag("include_stop_str_in_output")?.unwrap_or(false));
         let own = if fields.flag("ignore_eos")?.unwrap_or(false) { &[][..] } else { &model.stop };
         let stop = own.iter().copied().chain(ids(fields, "stop_token_ids", STOP_IDS, model.vocab)?).collect();
@@ -129,7 +138,7 @@ impl Ask {
             bias: bias(fields, model.vocab)?,
             presence: fields.number("presence_penalty", -2.0, 2.0)?.unwrap_or(0.0) as f32,
             frequency: fields.number("frequency_penalty", -2.0, 2.0)?.unwrap_or(0.0) as f32,
-            least: fields.integer("min_tokens", 0, i64::MAX)?.unwrap_or(0) as usize,
+            least: shortest,
             ..Wishes::default()
         };
         let mut salt = |name| fields.string(name).map(|s| s.map(String::from));

@@ -51,7 +51,8 @@ pub fn read(fields: &mut Fields<'_>, model: &Model, defaults: &Sampling) -> Resu
 pub fn prompt(fields: &mut Fields<'_>, model: &Model) -> Result<Vec<u32>, ApiError> {
     let messages = fields.any("messages").ok_or_else(|| fields.error("messages", "expected at least one message"))?;
     let all = messages.as_array().filter(|all| !all.is_empty()).ok_or_else(|| {
-        fields.error("messages", format!("expected an array of at least one message, found {}", kind(messages)))
+        let found = if messages.is_array() { "an empty one" } else { kind(messages) };
+        fields.error("messages", format!("expected an array of at least one message, found {found}"))
     })?;
     let extra = variables(fields)?;
     let seen = Json::Object(extra.clone());
@@ -108,7 +109,8 @@ fn message(value: &Json, path: &str, marks: &Marks<'_>) -> Result<ChatMessage, A
         Some("developer") => "system",
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role,
         found => {
-            let message = format!("expected system, developer, user, assistant or tool, found {found:?}");
+            let found = found.map_or("none".into(), |role| format!("{role:?}"));
+            let message = format!("expected system, developer, user, assistant or tool, found {found}");
             return Err(fields.error("role", message));
         }
     };

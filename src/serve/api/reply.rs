@@ -54,6 +54,8 @@ impl Head {
             "id": id, "object": object, "created": created, "model": model, "system_fingerprint": fingerprint,
             "choices": choices,
         });
+        // A seed is told as it was asked for, so that it can be sent again.
+        all["lockstep"] = json!({ "seed": self.seed.cast_signed() });
         if self.stream {
             // Whoever asked for a last frame with numbers finds null before it; nobody else finds the name.
             if self.include_usage {
@@ -61,7 +63,6 @@ impl Head {
             }
         } else {
             all["usage"] = usage.unwrap_or(Json::Null);
-            all["lockstep"] = json!({ "seed": self.seed });
         }
         all
     }

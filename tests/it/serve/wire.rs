@@ -104,6 +104,10 @@ fn several_answers_have_seeds_of_their_own() {
     let index = |c: &Json| c["index"].as_u64().unwrap();
     assert_eq!(found["choices"].as_array().unwrap().iter().map(index).collect::<Vec<_>>(), [0, 1, 2]);
     let seeds: Vec<u64> = running.seen.lock().unwrap().requests.iter().map(|r| r.sampling.seed).collect();
+    assert_eq!(found["lockstep"]["seed"], -5, "as it was asked for");
+    let frames = post(running.port, CHAT, &with(with(hello(), "stream", json!(true)), "seed", json!(-5))).frames();
+    assert!(frames.iter().all(|f| f["lockstep"]["seed"] == -5));
+    running.seen.lock().unwrap().requests.truncate(3);
     assert!(seeds[0] == -5i64 as u64 && seeds[1] != seeds[2] && seeds[0] != seeds[1]);
     for _ in 0..2 {
         post(running.port, CHAT, &hello());
@@ -223,6 +227,7 @@ fn what_is_wrong_is_named() {
         ("functions", json!([{}]), "functions"),
         ("best_of", json!(2), "best_of"),
         ("suffix", json!("x"), "suffix"),
+        ("repetition_penalty", json!(1.5), "repetition_penalty"),
     ] {
         let reply = post(running.port, CHAT, &with(hello(), name, value.clone()));
         assert_eq!(reply.status, 400, "{name} {value}: {}", reply.body);

@@ -16,7 +16,8 @@ use lockstep::engine::scheduler::Request;
 use lockstep::engine::{Attention, Engine, Options};
 use lockstep::serve::api::Model;
 use lockstep::serve::driver::{self, Generator, Serving};
-use lockstep::serve::http::{Keys, Limits, Service};
+use lockstep::serve::http::{Limits, Service};
+use lockstep::serve::keys::Keys;
 use lockstep::serve::listen::listen;
 use lockstep::serve::turn::Markers;
 use lockstep::tokenize::Tokenizer;
@@ -90,7 +91,6 @@ fn main() -> Result<(), Failed> {
             names: vec!["model".into()],
             tokenizer: tokenizer.clone(),
             markers: Markers::of(&tokenizer),
-            knows_tools: false,
             stop: Vec::new(),
             vocab: tokenizer.len(),
             context: checkpoint.config().context,

@@ -29,11 +29,12 @@ use crate::engine::scheduler::Request;
 use crate::engine::{Engine, EngineError, Engines, Options};
 use crate::serve::api::Model;
 use crate::serve::driver::{self, Generator, Serving};
-use crate::serve::http::{Keys, Limits, Service};
+use crate::serve::http::{Limits, Service};
+use crate::serve::keys::Keys;
 use crate::serve::listen::listen;
 use crate::serve::state::State;
 use crate::serve::turn::Markers;
-use crate::tokenize::{Tokenizer, TokenizerSpec};
+use crate::tokenize::Tokenizer;
 
 /// Tokens of all contexts that the cache has room for, if nothing is typed.
 const CACHE: usize = 1 << 16;
@@ -132,7 +133,7 @@ fn open(runtime: &Runtime, listener: TcpListener, service: &Arc<Service>, args: 
                 exit(if seen { 143 } else { 0 });
             }
             seen = true;
-            shared.become_(State::Draining);
+            shared.enter(State::Draining);
         }
     });
     Ok(())
@@ -150,7 +151,7 @@ async fn end(service: &Service, drain: Duration) -> Exit {
         while shared.asked() > 0 && Instant::now() < deadline && shared.state() == State::Draining {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        shared.become_(State::Ended);
+        shared.enter(State::Ended);
     }
     tokio::time::sleep(LAST_WORDS).await;
     match shared.state() {
@@ -188,7 +189,7 @@ fn load(args: &ServeArgs, service: &Arc<Service>) -> Result<(), CliError> {
     let engine = engines.engine(&checkpoint, args.tp, options)?;
     let (engine, verification) = checked(args, &checkpoint, &engines, engine, room, &told)?;
     let verified = verification["verified"] == true;
-    let model = model(args, &checkpoint, &*engines, &engine, (&tokenizer, &spec));
+    let model = model(args, &checkpoint, &*engines, &engine, &tokenizer);
     let mut serving = Serving::new(engine);
     warm(&mut serving)?;
     let orders = driver::start(serving, tokenizer, service.shared.clone(), service.metrics.clone())?;
@@ -250,7 +251,7 @@ fn model(
     checkpoint: &Checkpoint,
     engines: &dyn Engines,
     engine: &Engine,
-    (tokenizer, spec): (&Arc<Tokenizer>, &TokenizerSpec),
+    tokenizer: &Arc<Tokenizer>,
 ) -> Model {
     let names = if args.served_name.is_empty() {
         vec![checkpoint.name().trim_start_matches("built-in ").into()]
@@ -262,7 +263,6 @@ fn model(
         names,
         tokenizer: tokenizer.clone(),
         markers: Markers::of(tokenizer),
-        knows_tools: spec.chat_template.as_deref().is_some_and(|t| t.contains("tools")),
         stop: tokenizer.stop_ids().ids.iter().map(|s| s.id).collect(),
         vocab: engine.config().vocab.min(tokenizer.len()),
         context: engine.config().context.min(engine.options().cache_tokens),
@@ -300,7 +300,7 @@ fn watch(service: &Service, stall: Option<Duration>) -> std::io::Result<()> {
         let now = shared.in_step();
         if now > most {
             let why = format!("no step has ended for {} s", now.as_secs());
-            return shared.become_(State::Failed(why));
+            return shared.enter(State::Failed(why));
         }
     };
     std::thread::Builder::new().name("watchdog".into()).spawn(watch)?;

@@ -186,7 +186,7 @@ pub fn start<G: Generator + 'static>(
         let _told = TellPanic(shared.clone());
         if let Err(e) = driver.run() {
             tracing::error!("the engine failed: {e}");
-            shared.become_(State::Failed(e.to_string()));
+            shared.enter(State::Failed(e.to_string()));
         }
     })?;
     Ok(give)
@@ -198,7 +198,7 @@ struct TellPanic(Arc<Shared>);
 impl Drop for TellPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.become_(State::Failed("the thread that makes tokens panicked".into()));
+            self.0.enter(State::Failed("the thread that makes tokens panicked".into()));
         }
     }
 }

@@ -1,32 +1,30 @@
-//! What becomes of a request: who may ask, what is asked, and the reply, whole or frame by frame.
+//! What becomes of a request: its route, who may ask, its body, and what is asked. Answers are waited for in `answers`.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
-use hyper::body::{Bytes, Frame, Incoming};
-use hyper::header::{self, HeaderName, HeaderValue};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{self, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use serde_json::{Value as Json, json};
-use sha2::{Digest, Sha256};
-use subtle::ConstantTimeEq;
-use tokio::sync::{Semaphore, mpsc};
-use tokio::time::{Instant as Tick, MissedTickBehavior, interval_at, timeout};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
+use super::answers::Jobs;
 use super::api::ask::{Ask, seed_of};
 use super::api::error::ApiError;
 use super::api::fields::Fields;
 use super::api::reply::{Head, Reply};
 use super::api::{Model, chat, completions};
-use super::driver::{Job, Order, Said};
+use super::driver::Order;
+use super::keys::Keys;
 use super::metrics::{Answered, Metrics};
 use super::state::{Shared, State};
 use super::turn::{Markers, TurnOptions};
@@ -58,46 +56,11 @@ impl Default for Limits {
     }
 }
 
-/// Keys that let in; none let everybody in.
-#[derive(Clone, Default)]
-pub struct Keys(Vec<[u8; 32]>);
-
-impl Keys {
-    /// One key a line; empty lines and those that begin with `#` count for nothing.
-    pub fn of(text: &str) -> Self {
-        let keys = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-        Keys(keys.map(|key| Sha256::digest(key).into()).collect())
-    }
-
-    /// True if everybody is let in.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// The name of the key that a request has. All are compared, each in the same time.
-    fn admits(&self, headers: &HeaderMap) -> Option<String> {
-        if self.is_empty() {
-            return Some(String::new());
-        }
-        let text = |name: HeaderName| headers.get(name).and_then(|v| v.to_str().ok());
-        let bearer = text(header::AUTHORIZATION).and_then(|v| v.split_once(' '));
-        let bearer = bearer.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
-        let given: [u8; 32] = Sha256::digest(bearer.or(text(HeaderName::from_static("x-api-key")))?).into();
-        let mut found = None;
-        for (i, key) in self.0.iter().enumerate() {
-            if bool::from(key.ct_eq(&given)) {
-                found = Some(format!("{i}"));
-            }
-        }
-        found
-    }
-}
-
 /// What is there once the model is loaded and checked.
-struct Loaded {
-    model: Arc<Model>,
+pub(super) struct Loaded {
+    pub model: Arc<Model>,
     defaults: Sampling,
-    orders: Sender<Order>,
+    pub orders: Sender<Order>,
 }
 
 /// The service.
@@ -106,7 +69,7 @@ pub struct Service {
     pub shared: Arc<Shared>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
-    limits: Limits,
+    pub(super) limits: Limits,
     keys: Keys,
     /// The origin whose pages may ask, if any.
     cors: Option<HeaderValue>,
@@ -153,7 +116,7 @@ impl Service {
     pub fn ready(&self, model: Model, defaults: Sampling, orders: Sender<Order>) {
         let loaded = Loaded { model: Arc::new(model), defaults, orders };
         if self.loaded.set(loaded).is_ok() {
-            self.shared.become_(State::Ready);
+            self.shared.enter(State::Ready);
         }
     }
 
@@ -242,7 +205,7 @@ impl Service {
     }
 
     /// The loaded model, while requests are taken.
-    fn running(&self) -> Result<&Loaded, ApiError> {
+    pub(super) fn running(&self) -> Result<&Loaded, ApiError> {
         let (code, message, after) = match self.shared.state() {
             State::Loading => ("loading", "the model is loading".into(), 5),
             State::Draining | State::Ended => ("draining", "the service is about to stop".into(), 5),
@@ -411,137 +374,6 @@ impl Service {
             }
         }
     }
-
-    /// Gives the jobs to the driver, and replies.
-    async fn submit(
-        self: Arc<Self>,
-        jobs: Jobs,
-        mut reply: Box<dyn Reply>,
-        stream: bool,
-    ) -> Result<Response<Body>, ApiError> {
-        let loaded = self.running()?;
-        let places: usize = jobs.all.iter().map(|(_, seeds, _)| seeds.len()).sum();
-        let most = loaded.model.sequences + self.limits.queue;
-        if places > most {
-            let message = format!("expected at most {most} answers to one request, found {places}");
-            return Err(ApiError::field("prompt", message));
-        }
-        if !self.shared.take_places(places, most) {
-            let after = self.shared.retry_after(loaded.model.sequences);
-            let message = format!("{most} answers are asked for already; try again in {after} s");
-            let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", message);
-            return Err(ApiError { retry_after: Some(after), ..error });
-        }
-        let (number, orders) = (jobs.number, loaded.orders.clone());
-        let ticket = Ticket { number, places, since: Instant::now(), shared: self.shared.clone(), orders };
-        let (said, hear) = mpsc::unbounded_channel();
-        let mut first = 0;
-        for (request, seeds, turn) in jobs.all {
-            let n = seeds.len();
-            let job = Job { number, request, seeds, first, turn, said: said.clone() };
-            first += n;
-            // A driver that is gone has said why.
-            let _ = ticket.orders.send(Order::Add(Box::new(job)));
-        }
-        drop(said);
-        if stream {
-            let (give, frames) = mpsc::channel(64);
-            tokio::spawn(self.stream(reply, ticket, hear, give));
-            return Ok(event_stream(Frames(frames)));
-        }
-        let _ticket = ticket;
-        self.collect(&mut *reply, hear).await?;
-        Ok(whole(StatusCode::OK, &reply.whole()))
-    }
-
-    /// Hears all answers.
-    async fn collect(&self, reply: &mut dyn Reply, mut hear: mpsc::UnboundedReceiver<Said>) -> Result<(), ApiError> {
-        let mut state = self.shared.watch();
-        while !reply.is_done() {
-            tokio::select! {
-                biased;
-                said = hear.recv() => match said {
-                    Some(said) => drop(reply.take(said)?),
-                    None => return Err(self.over().await),
-                },
-                over = over(&mut state) => return Err(over),
-            }
-        }
-        Ok(())
-    }
-
-    /// Why nothing more is said: the driver tells its end before it goes, or a moment later.
-    async fn over(&self) -> ApiError {
-        let mut state = self.shared.watch();
-        let told = timeout(Duration::from_secs(1), over(&mut state)).await;
-        told.unwrap_or_else(|_| ApiError::internal("the answer was given up"))
-    }
-
-    /// Sends the frames of a stream. It ends with the client, the answers, or the service.
-    async fn stream(
-        self: Arc<Self>,
-        mut reply: Box<dyn Reply>,
-        ticket: Ticket,
-        mut hear: mpsc::UnboundedReceiver<Said>,
-        give: mpsc::Sender<Bytes>,
-    ) {
-        let _ticket = ticket;
-        let mut state = self.shared.watch();
-        let (every, patience) = (self.limits.comment, self.limits.write_time);
-        let mut clock = interval_at(Tick::now() + every, every);
-        clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut frames = reply.opening();
-        loop {
-            for frame in frames.drain(..) {
-                clock.reset();
-                if !matches!(timeout(patience, give.send(event(&frame))).await, Ok(Ok(()))) {
-                    return;
-                }
-            }
-            if reply.is_done() {
-                break;
-            }
-            let error = tokio::select! {
-                biased;
-                () = give.closed() => return,
-                said = hear.recv() => match said.map(|said| reply.take(said)) {
-                    Some(Ok(more)) => {
-                        frames = more;
-                        continue;
-                    }
-                    Some(Err(error)) => error,
-                    None => self.over().await,
-                },
-                error = over(&mut state) => error,
-                _ = clock.tick() => {
-                    // Whoever waits for room must know that somebody is there.
-                    if !matches!(timeout(patience, give.send(Bytes::from_static(b": waiting\n\n"))).await, Ok(Ok(()))) {
-                        return;
-                    }
-                    continue;
-                }
-            };
-            let _ = timeout(patience, give.send(event(&error.json()))).await;
-            let _ = timeout(patience, give.send(Bytes::from_static(DONE))).await;
-            return;
-        }
-        for frame in reply.closing() {
-            let _ = timeout(patience, give.send(event(&frame))).await;
-        }
-        let _ = timeout(patience, give.send(Bytes::from_static(DONE))).await;
-    }
-}
-
-/// The last line of a stream.
-const DONE: &[u8] = b"data: [DONE]\n\n";
-
-/// Waits until no answer will come any more, and says why.
-async fn over(state: &mut tokio::sync::watch::Receiver<State>) -> ApiError {
-    let ended = state.wait_for(|s| matches!(s, State::Ended | State::Failed(_))).await.map(|s| s.clone());
-    match ended {
-        Ok(State::Failed(why)) => ApiError::unavailable("engine_failed", why, 30),
-        _ => ApiError::unavailable("draining", "the service stopped before the answer was whole", 5),
-    }
 }
 
 /// What a request asks for.
@@ -550,29 +382,6 @@ enum Asked {
     Said(Json, Vec<String>),
     /// Answers, how they are told, whether piece by piece, and names of ignored fields.
     Answers(Jobs, Box<dyn Reply>, bool, Vec<String>),
-}
-
-/// A request's number, and for each of its prompts what is wanted.
-struct Jobs {
-    number: u64,
-    all: Vec<(Wanted, Vec<u64>, TurnOptions)>,
-}
-
-/// A request that has places. When it goes, for whatever reason, its sequences go.
-struct Ticket {
-    number: u64,
-    places: usize,
-    since: Instant,
-    shared: Arc<Shared>,
-    orders: Sender<Order>,
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        self.shared.give_places(self.places, self.since.elapsed());
-        // Nobody obeys once the driver is gone.
-        let _ = self.orders.send(Order::Cancel(self.number));
-    }
 }
 
 /// What the scheduler is asked for.
@@ -647,7 +456,7 @@ fn unknown_model(model: &Model, name: &str) -> ApiError {
     ApiError { param: Some("model".into()), ..error }
 }
 
-fn put(headers: &mut HeaderMap, name: &'static str, value: &str) {
+pub(super) fn put(headers: &mut HeaderMap, name: &'static str, value: &str) {
     if let Ok(value) = HeaderValue::from_str(value) {
         headers.insert(name, value);
     }
@@ -659,7 +468,7 @@ fn of_type(kind: &'static str, text: String) -> Response<Body> {
     response
 }
 
-fn whole(status: StatusCode, body: &Json) -> Response<Body> {
+pub(super) fn whole(status: StatusCode, body: &Json) -> Response<Body> {
     let mut response = of_type("application/json", body.to_string());
     *response.status_mut() = status;
     response
@@ -678,29 +487,4 @@ fn failed(error: &ApiError) -> Response<Body> {
         put(headers, "www-authenticate", "Bearer");
     }
     response
-}
-
-fn event(frame: &Json) -> Bytes {
-    Bytes::from(format!("data: {frame}\n\n"))
-}
-
-fn event_stream(frames: Frames) -> Response<Body> {
-    let mut response = Response::new(frames.boxed_unsync());
-    let headers = response.headers_mut();
-    put(headers, "content-type", "text/event-stream");
-    put(headers, "cache-control", "no-cache");
-    put(headers, "x-accel-buffering", "no");
-    response
-}
-
-/// A body of frames as they come.
-struct Frames(mpsc::Receiver<Bytes>);
-
-impl hyper::body::Body for Frames {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0.poll_recv(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
-    }
 }

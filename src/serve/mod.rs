@@ -5,9 +5,11 @@
 //! is its [`state`], which every task watches, so that nobody waits for a thread that hangs. Nothing here knows checks:
 //! what they said is handed over as JSON.
 
+mod answers;
 pub mod api;
 pub mod driver;
 pub mod http;
+pub mod keys;
 pub mod listen;
 pub mod metrics;
 pub mod state;

@@ -63,7 +63,7 @@ impl Shared {
     }
 
     /// Goes forward. A service that has failed or ended stays so.
-    pub fn become_(&self, state: State) {
+    pub fn enter(&self, state: State) {
         self.state.send_if_modified(|now| {
             let rank = |s: &State| match s {
                 State::Loading => 0,
@@ -154,10 +154,10 @@ mod tests {
     #[test]
     fn a_state_only_goes_forward() {
         let shared = Shared::default();
-        shared.become_(State::Ready);
-        shared.become_(State::Failed("a rank is gone".into()));
-        shared.become_(State::Ready);
-        shared.become_(State::Ended);
+        shared.enter(State::Ready);
+        shared.enter(State::Failed("a rank is gone".into()));
+        shared.enter(State::Ready);
+        shared.enter(State::Ended);
         assert_eq!(shared.state(), State::Failed("a rank is gone".into()));
     }
 

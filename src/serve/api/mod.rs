@@ -26,8 +26,6 @@ pub struct Model {
     pub tokenizer: Arc<Tokenizer>,
     /// Its markers.
     pub markers: Markers,
-    /// Whether its chat template reads `tools`.
-    pub knows_tools: bool,
     /// Ids that end a turn.
     pub stop: Vec<u32>,
     /// Ids.

@@ -99,7 +99,7 @@ fn ends(play: Play, setup: &Setup, code: &str, why: &str) {
         std::thread::sleep(stall);
         // What the watchdog of the program does.
         assert!(running.service.shared.in_step() >= stall / 2);
-        running.service.shared.become_(State::Failed("no step has ended for 1 s".into()));
+        running.service.shared.enter(State::Failed("no step has ended for 1 s".into()));
     }
     let replies: Vec<_> = clients.iter().map(super::client::read).collect();
     let last = replies[0].frames().pop().unwrap();
@@ -151,11 +151,11 @@ fn a_service_that_stops_lets_running_answers_end() {
     let cut =
         send(&running, &json!({ "messages": [{ "role": "user", "content": "a" }], "stream": true, "max_tokens": 300 }));
     running.wait("both run", |seen| seen.live == 2);
-    running.service.shared.become_(State::Draining);
+    running.service.shared.enter(State::Draining);
     assert_eq!(post(running.port, CHAT, &chat(false)).code(), (503, "draining".into()));
     let reply = super::client::read(&client);
     assert_eq!(reply.frames().pop().unwrap()["choices"][0]["finish_reason"], "length");
-    running.service.shared.become_(State::Ended);
+    running.service.shared.enter(State::Ended);
     let reply = super::client::read(&cut);
     assert_eq!(reply.frames().pop().unwrap()["error"]["code"], "draining", "{}", reply.body);
     assert_eq!(get(running.port, "/health").json()["status"], "draining");

@@ -10,7 +10,8 @@ use lockstep::engine::sampler::Sampling;
 use lockstep::engine::scheduler::{Counts, Event, Finish, PromptRead, Request};
 use lockstep::serve::api::Model;
 use lockstep::serve::driver::{self, Counters, Generator, Stepped};
-use lockstep::serve::http::{Keys, Limits, Service};
+use lockstep::serve::http::{Limits, Service};
+use lockstep::serve::keys::Keys;
 use lockstep::serve::listen::listen;
 use lockstep::serve::turn::Markers;
 use lockstep::tokenize::Tokenizer;
@@ -192,7 +193,6 @@ pub fn over(setup: &Setup, generator: impl Generator + 'static) -> Running {
         names: vec!["nano".into(), "other".into()],
         tokenizer: tokenizer.clone(),
         markers: Markers::of(tokenizer),
-        knows_tools: false,
         stop: tokenizer.stop_ids().ids.iter().map(|s| s.id).collect(),
         vocab: tokenizer.len(),
         context: setup.context,

@@ -1,6 +1,7 @@
-//! Texts that a large model knows by heart, in sets: scripture, documents, poems, a licence, and scripture in German and
-//! Latin. All are in the public domain, or are themselves terms of use. Each is scored as the answer to its own name, and
-//! as what stands behind its name in a line.
+//! Texts that a large model knows by heart, in five kinds: scripture, documents with poems and a licence, scripture in
+//! German and Latin, openings of novels and lines of plays, and Chinese classics. All are in the public domain, or are
+//! themselves terms of use. Each is scored as the answer to its own name, and as what stands behind its name in a line:
+//! ten sets.
 
 /// A text and the name by which people ask for it.
 pub(super) struct Known {
@@ -23,10 +24,12 @@ macro_rules! known {
 }
 
 /// Every kind; the first is the one that most models know best.
-pub(super) const KINDS: [Kind; 3] = [
+pub(super) const KINDS: [Kind; 5] = [
     Kind { name: "verses of the King James Bible", texts: VERSES },
     Kind { name: "documents, poems and a licence", texts: DOCUMENTS },
     Kind { name: "verses in German and Latin", texts: FOREIGN },
+    Kind { name: "novels and plays", texts: NOVELS },
+    Kind { name: "Chinese classics", texts: CHINESE },
 ];
 
 const VERSES: &[Known] = known! {
@@ -104,4 +107,43 @@ const FOREIGN: &[Known] = known! {
         berufen sind.",
     "1. Korinther 13,13": "Nun aber bleibt Glaube, Hoffnung, Liebe, diese drei; aber die Liebe ist die größte unter ihnen.",
     "Genesis 1,1 (Vulgata)": "In principio creavit Deus caelum et terram.",
+};
+
+const NOVELS: &[Known] = known! {
+    "The first sentence of Pride and Prejudice": "It is a truth universally acknowledged, that a single man in possession \
+        of a good fortune, must be in want of a wife.",
+    "The opening of A Tale of Two Cities": "It was the best of times, it was the worst of times, it was the age of wisdom, \
+        it was the age of foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the season of \
+        Light, it was the season of Darkness, it was the spring of hope, it was the winter of despair",
+    "The prologue of Romeo and Juliet": "Two households, both alike in dignity,\nIn fair Verona, where we lay our \
+        scene,\nFrom ancient grudge break to new mutiny,\nWhere civil blood makes civil hands unclean.",
+    "Mark Antony's speech": "Friends, Romans, countrymen, lend me your ears;\nI come to bury Caesar, not to praise him.\n\
+        The evil that men do lives after them;\nThe good is oft interred with their bones;",
+    "Macbeth, act 5, scene 5": "To-morrow, and to-morrow, and to-morrow,\nCreeps in this petty pace from day to day\nTo the \
+        last syllable of recorded time,\nAnd all our yesterdays have lighted fools\nThe way to dusty death.",
+    "The opening of Richard III": "Now is the winter of our discontent\nMade glorious summer by this sun of York;",
+    "The opening of Moby-Dick": "Call me Ishmael. Some years ago—never mind how long precisely—having little or no money \
+        in my purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the \
+        watery part of the world.",
+    "The first sentence of Anna Karenina": "Happy families are all alike; every unhappy family is unhappy in its own way.",
+    "The first sentence of Peter Pan": "All children, except one, grow up.",
+    "The first sentence of A Scandal in Bohemia": "To Sherlock Holmes she is always the woman.",
+    "The first sentence of Jane Eyre": "There was no possibility of taking a walk that day.",
+    "The seven ages of man": "All the world's a stage,\nAnd all the men and women merely players;\nThey have their exits and \
+        their entrances,\nAnd one man in his time plays many parts,\nHis acts being seven ages.",
+};
+
+const CHINESE: &[Known] = known! {
+    "静夜思": "床前明月光，疑是地上霜。举头望明月，低头思故乡。",
+    "《论语》第一章": "子曰：学而时习之，不亦说乎？有朋自远方来，不亦乐乎？人不知而不愠，不亦君子乎？",
+    "登鹳雀楼": "白日依山尽，黄河入海流。欲穷千里目，更上一层楼。",
+    "《道德经》第一章": "道可道，非常道；名可名，非常名。无名，天地之始；有名，万物之母。",
+    "春晓": "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。",
+    "相思": "红豆生南国，春来发几枝。愿君多采撷，此物最相思。",
+    "《三字经》开头": "人之初，性本善。性相近，习相远。苟不教，性乃迁。教之道，贵以专。",
+    "《千字文》开头": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。寒来暑往，秋收冬藏。",
+    "江雪": "千山鸟飞绝，万径人踪灭。孤舟蓑笠翁，独钓寒江雪。",
+    "悯农": "锄禾日当午，汗滴禾下土。谁知盘中餐，粒粒皆辛苦。",
+    "望庐山瀑布": "日照香炉生紫烟，遥看瀑布挂前川。飞流直下三千尺，疑是银河落九天。",
+    "《孙子兵法》开头": "兵者，国之大事，死生之地，存亡之道，不可不察也。",
 };

@@ -6,7 +6,9 @@
 use std::ops::{Add, Mul};
 
 use half::bf16;
-use ndarray::{Array2, ArrayView2};
+use ndarray::{Array2, ArrayView2, s};
+
+use crate::recipe::RefRecipe;
 
 /// In which order the terms of a sum are added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,23 +23,13 @@ pub enum Order {
     Ranks(usize),
 }
 
-/// What an engine holds the activation operand of a product with stored weights in. All else is f32 in either recipe:
-/// weights, sums, norms, rope, softmax, and products of activations with each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RefRecipe {
-    /// f32, as it is.
-    Strict,
-    /// Rounded to bf16, to nearest, ties to even; the router's operand stays as it is.
-    Fast,
-}
-
 /// How numbers are computed. Values travel as f64 in every mode; in `F32` each of them is an f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arith {
     /// f64 throughout.
     Exact,
     /// Every product, sum, quotient and function value is rounded to f32; functions are correctly rounded; sums run in
-    /// the given order. The recipe says which operands are rounded further.
+    /// the given order. The recipe says what is rounded further.
     F32(RefRecipe, Order),
 }
 
@@ -70,16 +62,56 @@ impl Arith {
         }
     }
 
-    /// A product of activations `x` with stored weights `w`: as [`dots`](Self::dots), with `x` rounded as the recipe
-    /// says.
-    pub fn weigh(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, f32>) -> Array2<f64> {
+    /// A result as the recipe stores it between operations.
+    pub fn store(self, v: f64) -> f64 {
         match self {
-            Arith::F32(RefRecipe::Fast, _) => {
-                let rounded = x.mapv(|v| bf16::from_f32(v as f32).to_f64());
-                self.dots(rounded.view(), w)
-            }
-            Arith::Exact | Arith::F32(RefRecipe::Strict, _) => self.dots(x, w),
+            Arith::Exact => v,
+            Arith::F32(recipe, _) => recipe.store(self.round(v)),
         }
+    }
+
+    /// A result of a product with weights, or of what is made of nothing else, as the recipe stores it.
+    pub(crate) fn product(self, v: f64) -> f64 {
+        match self {
+            Arith::Exact => v,
+            Arith::F32(recipe, _) => recipe.product(self.round(v)),
+        }
+    }
+
+    /// The recipe and the order, where numbers are rounded at all.
+    pub(crate) fn recipe(self) -> Option<(RefRecipe, Order)> {
+        match self {
+            Arith::Exact => None,
+            Arith::F32(recipe, order) => Some((recipe, order)),
+        }
+    }
+
+    /// The arithmetic of routed experts: see [`RefRecipe::of_experts`].
+    pub(crate) fn of_experts(self) -> Self {
+        match self {
+            Arith::Exact => self,
+            Arith::F32(recipe, order) => Arith::F32(recipe.of_experts(order), order),
+        }
+    }
+
+    /// A product of activations `x` with stored weights `w`: as [`dots`](Self::dots), with operands and results rounded as
+    /// the recipe says. Where parts of a sum are made on several ranks, each is stored before they are added.
+    pub fn weigh(self, x: ArrayView2<'_, f64>, w: ArrayView2<'_, f32>) -> Array2<f64> {
+        let Some((recipe, order)) = self.recipe() else { return self.dots(x, w) };
+        if recipe == RefRecipe::Fast {
+            return self.dots(x.mapv(|v| bf16::from_f32(v as f32).to_f64()).view(), w);
+        }
+        let Some(half) = recipe.narrow() else { return self.dots(x, w) };
+        let (x, w) = (x.mapv(|v| half.round(v)), w.mapv(|v| half.round(f64::from(v)) as f32));
+        let stored = |x: ArrayView2<'_, f64>, w: ArrayView2<'_, f32>| self.dots(x, w).mapv(|v| half.round(v));
+        let Order::Ranks(ranks) = order else { return stored(x.view(), w.view()) };
+        let (n, part) = (x.ncols(), x.ncols().div_ceil(ranks.max(1)).max(1));
+        let parts = (0..n).step_by(part).map(|i| s![.., i..n.min(i + part)]);
+        let mut sum = Array2::zeros((x.nrows(), w.nrows()));
+        for part in parts {
+            sum.zip_mut_with(&stored(x.slice(part), w.slice(part)), |sum: &mut f64, v| *sum = half.round(*sum + v));
+        }
+        sum
     }
 
     /// All dot products of rows of `x` with rows of `w`: \[rows of x, n\] and \[rows of w, n\] give \[rows of x, rows

@@ -42,7 +42,7 @@ pub fn hidden(
     for (expert, pairs) in gathered(ids) {
         let tokens: Vec<usize> = pairs.iter().map(|&(t, _)| t).collect();
         let (gate, up) = (w.expert(layer, RefParam::GateExps, expert)?, w.expert(layer, RefParam::UpExps, expert)?);
-        let y = ops::swiglu(a, &x.select(Axis(0), &tokens), &gate, &up);
+        let y = ops::swiglu(a.of_experts(), &x.select(Axis(0), &tokens), &gate, &up);
         for (&(t, slot), y) in pairs.iter().zip(y.rows()) {
             out.slice_mut(s![t, slot, ..]).assign(&y);
         }
@@ -79,11 +79,11 @@ pub fn routed(
         for (mut row, &(t, slot)) in x.rows_mut().into_iter().zip(&pairs) {
             row.assign(&hidden.slice(s![t, slot, ..]));
         }
-        for (&(t, slot), out) in pairs.iter().zip(ops::linear_part(a, &x, &down, columns).rows()) {
+        for (&(t, slot), out) in pairs.iter().zip(ops::linear_part(a.of_experts(), &x, &down, columns).rows()) {
             y.slice_mut(s![t, slot, ..]).assign(&out);
         }
     }
-    Ok(y.map_or_else(|| Array2::zeros((ids.len(), 0)), |y| ops::mix_experts(a, weights, &y)))
+    Ok(y.map_or_else(|| Array2::zeros((ids.len(), 0)), |y| ops::mix_experts(a.of_experts(), weights, &y)))
 }
 
 /// The shared experts' output, \[tokens, hidden\]; `columns` as for [`routed`], over all shared experts side by side.

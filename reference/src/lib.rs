@@ -9,6 +9,7 @@
 //! * [`mod@slice`] says which bytes of a parameter a rank must hold.
 
 pub mod arith;
+pub mod bridge;
 pub mod config;
 pub mod dequant;
 pub mod error;
@@ -17,6 +18,7 @@ pub mod model;
 pub mod names;
 pub mod ops;
 pub mod points;
+pub mod recipe;
 pub mod replay;
 pub mod slice;
 pub mod source;
@@ -25,12 +27,14 @@ pub mod weights;
 /// The arrays that captured values and results travel in.
 pub use ndarray;
 
-pub use arith::{Arith, Order, RefRecipe};
+pub use arith::{Arith, Order};
+pub use bridge::Bridge;
 pub use config::{Eps, RefConfig};
 pub use error::RefError;
 pub use model::{forward, forward_choosing};
 pub use names::RefParam;
 pub use points::{RefOptions, inputs_of, partial_inputs_of, points};
-pub use replay::{ReplayError, partials, replay};
+pub use recipe::{Half, RefRecipe};
+pub use replay::{ReplayError, partials, replay, replay_bridging};
 pub use source::{Format, Meta, RawModel, RawTensor};
 pub use weights::{ModelWeights, ParamKey, Weights};

@@ -53,7 +53,7 @@ pub fn forward_choosing(
 ) -> Result<(), RefError> {
     let mut x = Array2::zeros((ids.len(), c.hidden));
     for (mut row, &id) in x.rows_mut().into_iter().zip(ids) {
-        row.assign(&w.embedding_row(id as usize)?.mapv(f64::from));
+        row.assign(&w.embedding_row(id as usize)?.mapv(|v| a.store(f64::from(v))));
     }
     let embed = x.clone();
     let positions: Vec<usize> = (0..ids.len()).collect();
@@ -145,7 +145,7 @@ impl Run<'_, '_> {
         Ok(x)
     }
 
-    /// Absorbed multi-head latent attention. `keys` holds, per token, the keys that the last full layer chose.
+    /// Multi-head latent attention, absorbed unless the options say otherwise. `keys` holds, per token, the keys that the last full layer chose.
     fn attention(
         &mut self,
         x: &Array2<f64>,
@@ -159,7 +159,7 @@ impl Run<'_, '_> {
 
         let q_a = ops::linear(a, &h, &*w.matrix(at, RefParam::QA)?);
         self.emit("attn.q_a", &q_a);
-        let q_latent = ops::rms_norm(a, &q_a, &*w.vector(at, RefParam::QANorm)?, c.latent_eps);
+        let q_latent = ops::latent_norm(a, &q_a, &*w.vector(at, RefParam::QANorm)?, c.latent_eps);
         self.emit("attn.q_a_norm", &q_latent);
         let q_raw = heads(ops::linear(a, &q_latent, &*w.matrix(at, RefParam::QB)?), c.heads);
         self.emit("attn.q_raw", &q_raw);
@@ -169,25 +169,33 @@ impl Run<'_, '_> {
         let kv_a = ops::linear(a, &h, &*w.matrix(at, RefParam::KvA)?);
         self.emit("attn.kv_a", &kv_a);
         let (latent, k_rope) = (kv_a.slice(s![.., ..c.kv_rank]).to_owned(), kv_a.slice(s![.., c.kv_rank..]).to_owned());
-        let latent = ops::rms_norm(a, &latent, &*w.vector(at, RefParam::KvANorm)?, c.latent_eps);
+        let latent = ops::latent_norm(a, &latent, &*w.vector(at, RefParam::KvANorm)?, c.latent_eps);
         self.emit("attn.kv_latent", &latent);
         let k_rope =
             ops::rope(a, &heads(k_rope, 1), 0..c.rope, positions, c.rope_theta, c.rope_style).remove_axis(Axis(1));
         self.emit("attn.k_rope", &k_rope);
 
-        let q_absorbed = ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, RefParam::KB)?);
-        self.emit("attn.q_absorbed", &q_absorbed);
+        let (k_b, v_b) = (w.heads(at, RefParam::KB)?, w.heads(at, RefParam::VB)?);
+        let q_absorbed = match self.options.expanded {
+            true => None,
+            false => Some(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &k_b)),
+        };
+        q_absorbed.iter().for_each(|q| self.emit("attn.q_absorbed", q));
         if self.site == Site::Mtp || self.options.dense {
             *keys = (0..positions.len()).map(|t| (0..=t).collect()).collect();
         } else if c.index_full[n] {
             *keys = self.index(&h, &q_latent, n, positions)?;
         }
         let scale = ((c.nope + c.rope) as f64).powf(-0.5);
-        let q_rope = q.slice(s![.., .., c.nope..]);
-        let attended = ops::attention(a, q_absorbed.view(), q_rope, &latent, k_rope.view(), keys, scale);
-        self.emit("attn.latent", &attended);
-
-        let context = ops::value_up(a, attended.view(), &*w.heads(at, RefParam::VB)?);
+        let context = match q_absorbed {
+            None => ops::expanded_attention(a, q.view(), &latent, k_rope.view(), (&k_b, &v_b), keys, scale),
+            Some(absorbed) => {
+                let q_rope = q.slice(s![.., .., c.nope..]);
+                let attended = ops::attention(a, absorbed.view(), q_rope, &latent, k_rope.view(), keys, scale);
+                self.emit("attn.latent", &attended);
+                ops::value_up(a, attended.view(), &v_b)
+            }
+        };
         self.emit("attn.context", &context);
         let out = ops::linear(a, &flat(context), &*w.matrix(at, RefParam::O)?);
         self.emit("attn.out", &out);

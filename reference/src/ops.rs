@@ -8,15 +8,27 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, ArrayViewMut1, Axi
 
 use crate::arith::Arith;
 use crate::config::{Gating, RopeStyle};
+use crate::recipe::{Half, RefRecipe};
 
 /// y = w x / sqrt(mean(x²) + eps), per row.
 pub fn rms_norm(a: Arith, x: &Array2<f64>, w: &Array1<f32>, eps: f64) -> Array2<f64> {
+    norm(a, x, w, eps, |v| a.store(v))
+}
+
+/// The norm of a latent: as [`rms_norm`], of what a product with weights gave. Under autocast that is stored more
+/// narrowly than what the weight makes of it.
+pub fn latent_norm(a: Arith, x: &Array2<f64>, w: &Array1<f32>, eps: f64) -> Array2<f64> {
+    norm(a, x, w, eps, |v| a.product(v))
+}
+
+/// RMSNorm; `like_x` stores a value as x is stored, which the normed values are before they meet their weights.
+fn norm(a: Arith, x: &Array2<f64>, w: &Array1<f32>, eps: f64, like_x: impl Fn(f64) -> f64) -> Array2<f64> {
     let mut y = x.clone();
     for mut row in y.rows_mut() {
         let squares: Vec<f64> = row.iter().map(|v| a.round(v * v)).collect();
         let mean = a.round(a.sum(&squares) / row.len() as f64);
         let scale = a.round(1.0 / a.round(mean + a.round(eps)).sqrt());
-        row.zip_mut_with(w, |v, &w| *v = a.round(a.round(*v * scale) * f64::from(w)));
+        row.zip_mut_with(w, |v, &w| *v = a.store(like_x(a.round(*v * scale)) * a.store(f64::from(w))));
     }
     y
 }
@@ -32,7 +44,7 @@ pub fn layer_norm(a: Arith, x: &Array2<f64>, w: &Array1<f32>, b: &Array1<f32>, e
         let variance = a.round(a.sum(&squares) / n);
         let scale = a.round(1.0 / a.round(variance + a.round(eps)).sqrt());
         for ((v, &w), &b) in row.iter_mut().zip(w).zip(b) {
-            *v = a.round(a.round(a.round(*v * scale) * f64::from(w)) + f64::from(b));
+            *v = a.product(a.round(a.round(*v * scale) * a.store(f64::from(w))) + a.store(f64::from(b)));
         }
     }
     y
@@ -51,12 +63,13 @@ pub fn linear_part(a: Arith, x: &Array2<f64>, w: &Array2<f32>, cols: Range<usize
 /// x + y, element by element.
 pub fn add(a: Arith, x: &Array2<f64>, y: &Array2<f64>) -> Array2<f64> {
     let mut sum = x + y;
-    sum.mapv_inplace(|v| a.round(v));
+    sum.mapv_inplace(|v| a.store(v));
     sum
 }
 
 /// Rotates pairs of the values `part` of every head by angle position * theta^(-2i / width), i the pair. The angle, its
-/// cosine and its sine are f64, rounded once. `positions` has one entry per token.
+/// cosine and its sine are f64, rounded once, but where the recipe makes angles in f32. `positions` has one entry per
+/// token.
 pub fn rope(
     a: Arith,
     x: &Array3<f64>,
@@ -69,20 +82,33 @@ pub fn rope(
     let mut y = x.clone();
     for (t, &position) in positions.iter().enumerate() {
         for i in 0..width / 2 {
-            let angle = position as f64 * theta.powf(-(2.0 * i as f64) / width as f64);
-            let (cos, sin) = (a.round(angle.cos()), a.round(angle.sin()));
+            let angle = angle(a, position as f64, theta, 2.0 * i as f64 / width as f64);
+            let (cos, sin) = (a.store(angle.cos()), a.store(angle.sin()));
             let (first, second) = match style {
                 RopeStyle::Interleaved => (part.start + 2 * i, part.start + 2 * i + 1),
                 RopeStyle::HalfSplit => (part.start + i, part.start + i + width / 2),
             };
             for mut head in y.index_axis_mut(Axis(0), t).rows_mut() {
                 let (x0, x1) = (head[first], head[second]);
-                head[first] = a.round(a.round(x0 * cos) - a.round(x1 * sin));
-                head[second] = a.round(a.round(x1 * cos) + a.round(x0 * sin));
+                head[first] = a.store(a.store(x0 * cos) - a.store(x1 * sin));
+                head[second] = a.store(a.store(x1 * cos) + a.store(x0 * sin));
             }
         }
     }
     y
+}
+
+/// position * theta^(-power). PyTorch makes it in f32: the power, its reciprocal and the product are rounded, and how well
+/// the power is computed hangs on the device.
+fn angle(a: Arith, position: f64, theta: f64, power: f64) -> f64 {
+    match a.recipe() {
+        Some((recipe, order)) if recipe.is_torch() => {
+            let exact = theta.powf(f64::from(power as f32)) as f32;
+            let raised = f32::from_bits(exact.to_bits().saturating_add_signed(order.power_ulps()));
+            a.round(position * a.round(1.0 / f64::from(raised)))
+        }
+        _ => position * theta.powf(-power),
+    }
 }
 
 /// One matrix per head: y\[t, h\] = W\[h\] x\[t, h\]. `absorb_q` (W = k_b: nope to latent) and `value_up` (W = v_b:
@@ -109,12 +135,15 @@ pub fn value_up(a: Arith, latent: ArrayView3<'_, f64>, v_b: &Array3<f32>) -> Arr
 /// than the query. `rows` are the tokens that the rows of `q` and `w` belong to; the result is \[rows, keys\].
 pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>, rows: &[usize]) -> Array2<f64> {
     let mut scores = Array2::from_elem((rows.len(), k.nrows()), f64::NEG_INFINITY);
+    // Autocast takes these products for ones with weights.
+    let held = |v: f64| if is_autocast(a) { Half::Bf16.round(v) } else { v };
+    let k = k.mapv(held);
     for (i, &t) in rows.iter().enumerate() {
         let visible = k.slice(s![..=t, ..]);
-        let mut hits = a.dots(q.index_axis(Axis(0), i), visible);
-        hits.mapv_inplace(|v| if v < 0.0 { 0.0 } else { v }); // NaN stays NaN
-        let sums = a.dots(w.slice(s![i..=i, ..]), hits.t());
-        scores.slice_mut(s![i, ..=t]).assign(&sums.row(0));
+        let mut hits = a.dots(q.index_axis(Axis(0), i).mapv(held).view(), visible);
+        hits.mapv_inplace(|v| held(if v < 0.0 { 0.0 } else { v })); // NaN stays NaN
+        let sums = a.dots(w.slice(s![i..=i, ..]).mapv(held).view(), hits.t());
+        scores.slice_mut(s![i, ..=t]).assign(&sums.row(0).mapv(held));
     }
     scores
 }
@@ -156,18 +185,70 @@ pub fn attention(
     keys: &[Vec<usize>],
     scale: f64,
 ) -> Array3<f64> {
-    let scale = a.round(scale);
     let mut out = Array3::zeros(q_absorbed.dim());
     for (i, keys) in keys.iter().enumerate() {
         let queries = joined(q_absorbed.index_axis(Axis(0), i), q_rope.index_axis(Axis(0), i));
         let values = latent.select(Axis(0), keys);
         let rows = joined(values.view(), k_rope.select(Axis(0), keys).view());
-        let mut p = a.dots(queries.view(), rows.view());
+        out.index_axis_mut(Axis(0), i).assign(&attend(a, queries.view(), rows.view(), values.view(), scale));
+    }
+    out
+}
+
+/// Attention with keys and values of every head made from the latents, as engines do that do not absorb: `q` \[rows,
+/// heads, nope + rope\], `k_b` \[heads, latent, nope\], `v_b` \[heads, value, latent\], the rest as for [`attention`]. The
+/// result is \[rows, heads, value\].
+#[expect(clippy::too_many_arguments, reason = "the operands of attention, and the matrices")]
+pub fn expanded_attention(
+    a: Arith,
+    q: ArrayView3<'_, f64>,
+    latent: &Array2<f64>,
+    k_rope: ArrayView2<'_, f64>,
+    (k_b, v_b): (&Array3<f32>, &Array3<f32>),
+    keys: &[Vec<usize>],
+    scale: f64,
+) -> Array3<f64> {
+    let mut out = Array3::zeros((q.dim().0, v_b.dim().0, v_b.dim().1));
+    for (h, (k_b, v_b)) in k_b.outer_iter().zip(v_b.outer_iter()).enumerate() {
+        let (nope, values) = (a.weigh(latent.view(), k_b.t()), a.weigh(latent.view(), v_b));
+        let rows = joined(nope.view(), k_rope.mapv(|v| a.product(v)).view());
+        for (i, keys) in keys.iter().enumerate() {
+            let query = q.slice(s![i, h..=h, ..]).mapv(|v| a.product(v));
+            let (rows, values) = (rows.select(Axis(0), keys), values.select(Axis(0), keys));
+            let attended = attend(a, query.view(), rows.view(), values.view(), scale);
+            out.slice_mut(s![i, h, ..]).assign(&attended.row(0));
+        }
+    }
+    out
+}
+
+/// softmax(scale q . k) v: \[n, width\], \[keys, width\] and \[keys, value\] give \[n, value\]. Half types store scores and
+/// probabilities, or, in one pass over the keys, the exponentials before they are divided by their sum.
+fn attend(a: Arith, q: ArrayView2<'_, f64>, k: ArrayView2<'_, f64>, v: ArrayView2<'_, f64>, scale: f64) -> Array2<f64> {
+    let scale = a.round(scale);
+    let mut p = a.dots(q, k);
+    let Some((half, order)) = a.recipe().and_then(|(recipe, order)| Some((recipe.narrow()?, order))) else {
         for mut head in p.rows_mut() {
             head.mapv_inplace(|v| a.round(v * scale));
             softmax(a, head);
         }
-        out.index_axis_mut(Axis(0), i).assign(&a.dots(p.view(), values.t()));
+        return a.dots(p.view(), v.t());
+    };
+    let mut sums = vec![1.0; p.nrows()];
+    for (mut head, sum) in p.rows_mut().into_iter().zip(&mut sums) {
+        if order.is_plain() {
+            head.mapv_inplace(|v| half.round(half.round(v) * scale));
+            softmax(a, head.view_mut());
+        } else {
+            let max = head.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            head.mapv_inplace(|v| a.round(a.round(a.round(v * scale) - a.round(max * scale)).exp()));
+            *sum = a.sum(&head.to_vec());
+        }
+        head.mapv_inplace(|v| half.round(v));
+    }
+    let mut out = a.dots(p.view(), v.t());
+    for (mut row, sum) in out.rows_mut().into_iter().zip(sums) {
+        row.mapv_inplace(|v| half.round(v / sum));
     }
     out
 }
@@ -196,20 +277,29 @@ pub fn sigmoid(a: Arith, x: f64) -> f64 {
 /// silu(gate x) * (up x): the inner activations of a gated unit, before its down projection.
 pub fn swiglu(a: Arith, x: &Array2<f64>, gate: &Array2<f32>, up: &Array2<f32>) -> Array2<f64> {
     let mut hidden = linear(a, x, gate);
-    hidden.zip_mut_with(&linear(a, x, up), |g, u| *g = a.round(a.round(*g * sigmoid(a, *g)) * u));
+    hidden.zip_mut_with(&linear(a, x, up), |g, u| *g = a.product(a.product(*g * sigmoid(a, *g)) * u));
     hidden
 }
 
-/// Router logits: y = W x, per row of x. No recipe rounds x: a choice of experts hangs on small differences.
+/// Router logits: y = W x, per row of x. No recipe but autocast rounds x: a choice of experts hangs on small differences.
 pub fn router_logits(a: Arith, x: &Array2<f64>, w: &Array2<f32>) -> Array2<f64> {
-    a.dots(x.view(), w.view())
+    if is_autocast(a) { linear(a, x, w) } else { a.dots(x.view(), w.view()) }
+}
+
+fn is_autocast(a: Arith) -> bool {
+    a.recipe().is_some_and(|(recipe, _)| recipe == RefRecipe::TorchAutocast)
+}
+
+/// A number of the router, which autocast alone stores more narrowly than f32.
+fn routing(a: Arith, v: f64) -> f64 {
+    if is_autocast(a) { a.product(v) } else { a.round(v) }
 }
 
 /// Router probabilities from logits, \[tokens, experts\].
 pub fn router_probabilities(a: Arith, logits: &Array2<f64>, gating: Gating) -> Array2<f64> {
     let mut p = logits.clone();
     match gating {
-        Gating::Sigmoid => p.mapv_inplace(|v| sigmoid(a, v)),
+        Gating::Sigmoid => p.mapv_inplace(|v| routing(a, sigmoid(a, v))),
         Gating::SqrtSoftplus => p.mapv_inplace(|v| a.round(a.round(v.max(0.0) + (-v.abs()).exp().ln_1p()).sqrt())),
         Gating::Softmax => p.rows_mut().into_iter().for_each(|row| softmax(a, row)),
     }
@@ -254,19 +344,29 @@ pub fn expert_weights(a: Arith, p: &Array2<f64>, ids: &[Vec<usize>], normalise: 
     let mut weights = Array2::zeros((ids.len(), ids.first().map_or(0, Vec::len)));
     for (t, ids) in ids.iter().enumerate() {
         let chosen: Vec<f64> = ids.iter().map(|&e| p[[t, e]]).collect();
-        let sum = if normalise { a.round(a.sum(&chosen) + a.round(1e-20)) } else { 1.0 };
+        let sum = if normalise { routing(a, routing(a, a.sum(&chosen)) + a.round(1e-20)) } else { 1.0 };
         for (w, v) in weights.row_mut(t).iter_mut().zip(chosen) {
-            *w = a.round(a.round(v / sum) * a.round(scale));
+            *w = routing(a, routing(a, v / sum) * a.round(scale));
         }
     }
     weights
 }
 
-/// sum over slots of weight\[t, j\] y\[t, j\]: \[tokens, slots\] and \[tokens, slots, width\] give \[tokens, width\].
+/// sum over slots of weight\[t, j\] y\[t, j\]: \[tokens, slots\] and \[tokens, slots, width\] give \[tokens, width\]. Half
+/// types store the sum, or every addend and every step of it.
 pub fn mix_experts(a: Arith, weights: &Array2<f64>, y: &Array3<f64>) -> Array2<f64> {
     let mut out = Array2::zeros((y.dim().0, y.dim().2));
+    let by_steps =
+        a.recipe().is_some_and(|(recipe, order)| matches!(recipe, RefRecipe::TorchHalf(_)) && order.is_plain());
     for (t, y) in y.outer_iter().enumerate() {
-        out.slice_mut(s![t..=t, ..]).assign(&a.dots(weights.slice(s![t..=t, ..]), y.t()));
+        if by_steps {
+            for (weight, y) in weights.row(t).iter().zip(y.rows()) {
+                out.row_mut(t).zip_mut_with(&y, |sum, v| *sum = a.store(*sum + a.store(weight * v)));
+            }
+        } else {
+            let sum = a.dots(weights.slice(s![t..=t, ..]), y.t());
+            out.slice_mut(s![t..=t, ..]).assign(&sum.mapv(|v| a.store(v)));
+        }
     }
     out
 }

@@ -1,7 +1,8 @@
 use ndarray::{Array, array};
 
 use super::*;
-use crate::arith::{Order, RefRecipe};
+use crate::arith::Order;
+use crate::recipe::RefRecipe;
 
 const EXACT: Arith = Arith::Exact;
 

@@ -5,12 +5,14 @@
 use crate::config::RefConfig;
 
 /// How the model is run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RefOptions {
     /// Attend to every earlier key instead of the indexer's choice; the indexer does not run.
     pub dense: bool,
     /// Run the first MTP layer after the trunk (it always attends densely).
     pub mtp: bool,
+    /// Keys and values of every head are made from the latents before attention, as engines do that do not absorb.
+    pub expanded: bool,
 }
 
 /// Where a point lies.
@@ -47,11 +49,13 @@ impl Site {
     fn ops(self, c: &RefConfig, options: RefOptions) -> Vec<&'static str> {
         let Some(layer) = self.layer(c) else { return vec!["embed", "final_norm", "logits"] };
         let mut ops = vec!["input", "attn.norm", "attn.q_a", "attn.q_a_norm", "attn.q_raw", "attn.q", "attn.kv_a"];
-        ops.extend(["attn.kv_latent", "attn.k_rope", "attn.q_absorbed"]);
+        ops.extend(["attn.kv_latent", "attn.k_rope"]);
+        ops.extend((!options.expanded).then_some("attn.q_absorbed"));
         if self != Site::Mtp && !options.dense && c.index_full[layer] {
             ops.extend(["attn.index_q", "attn.index_k", "attn.index_weights", "attn.index_scores", "attn.index_topk"]);
         }
-        ops.extend(["attn.latent", "attn.context", "attn.out", "residual", "ffn.norm"]);
+        ops.extend((!options.expanded).then_some("attn.latent"));
+        ops.extend(["attn.context", "attn.out", "residual", "ffn.norm"]);
         if c.is_moe(layer) {
             ops.extend(["ffn.router_logits", "ffn.choice_scores", "ffn.expert_ids", "ffn.expert_weights"]);
             ops.extend(["ffn.hidden", "ffn.routed", "ffn.shared"]);
@@ -143,8 +147,10 @@ pub fn inputs_of(c: &RefConfig, options: RefOptions, point: &str) -> Option<Vec<
         "attn.kv_latent" | "attn.k_rope" => &["attn.kv_a"],
         "attn.index_scores" => &["attn.index_q", "attn.index_k", "attn.index_weights"],
         "attn.index_topk" => &["attn.index_scores"],
-        "attn.latent" => {
-            let mut names: Vec<String> = (["attn.q_absorbed", "attn.q", "attn.kv_latent", "attn.k_rope"].iter())
+        "attn.context" if !options.expanded => &["attn.latent"],
+        "attn.latent" | "attn.context" => {
+            let absorbed = (!options.expanded).then_some("attn.q_absorbed");
+            let mut names: Vec<String> = (absorbed.into_iter().chain(["attn.q", "attn.kv_latent", "attn.k_rope"]))
                 .map(|name| format!("{}{name}", site.prefix()))
                 .collect();
             if let (Site::Trunk(n), false) = (site, options.dense) {
@@ -152,7 +158,6 @@ pub fn inputs_of(c: &RefConfig, options: RefOptions, point: &str) -> Option<Vec<
             }
             return Some(names);
         }
-        "attn.context" => &["attn.latent"],
         "attn.out" => &["attn.context"],
         "residual" => &["input", "attn.out"],
         "ffn.norm" => &["residual"],

@@ -7,6 +7,7 @@ use std::fmt;
 use ndarray::{Array2, Array3, ArrayD, Axis, s};
 
 use crate::arith::Arith;
+use crate::bridge::Bridge;
 use crate::config::RefConfig;
 use crate::error::RefError;
 use crate::experts;
@@ -98,16 +99,35 @@ pub fn replay(
     rows: &[usize],
 ) -> Result<ArrayD<f64>, ReplayError> {
     let (site, op) = parse(c, options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
-    Replay { c, w, a, options, point, site, inputs, rows }.run(op)
+    Replay { c, w, a, options, point, site, inputs, bridge: None, rows }.run(op)
+}
+
+/// As [`replay`], but inputs that were not captured are recomputed in the same arithmetic, and kept in `bridge`.
+///
+/// # Errors
+/// As for [`replay`]; without the token ids an input may still be missing.
+#[expect(clippy::too_many_arguments, reason = "the arguments of `replay`, and the bridge")]
+pub fn replay_bridging(
+    c: &RefConfig,
+    w: &dyn Weights,
+    a: Arith,
+    options: RefOptions,
+    point: &str,
+    inputs: Captured<'_>,
+    rows: &[usize],
+    bridge: &Bridge,
+) -> Result<ArrayD<f64>, ReplayError> {
+    let (site, op) = parse(c, options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
+    Replay { c, w, a, options, point, site, inputs, bridge: Some(bridge), rows }.run(op)
 }
 
 /// The partial sums of `point` that ranks 0 .. `tp` should contribute, each \[rows, hidden\], by the rules of
 /// [`slice`](crate::slice), from the captured inputs that [`partial_inputs_of`] names. Their sum is the result of
-/// [`replay`], but for rounding.
+/// [`replay`], but for rounding. With a `bridge`, inputs that were not captured are recomputed.
 ///
 /// # Errors
 /// As for [`replay`]; a point that is not a sum over ranks; a degree that does not divide the axis.
-#[expect(clippy::too_many_arguments, reason = "the arguments of `replay`, and the ranks")]
+#[expect(clippy::too_many_arguments, reason = "the arguments of `replay_bridging`, and the ranks")]
 pub fn partials(
     c: &RefConfig,
     w: &dyn Weights,
@@ -118,11 +138,12 @@ pub fn partials(
     rows: &[usize],
     tp: usize,
     experts: ExpertSplit,
+    bridge: Option<&Bridge>,
 ) -> Result<Vec<ArrayD<f64>>, ReplayError> {
     let unknown = || ReplayError::Point(point.to_string());
     let (site, op) = parse(c, options, point).ok_or_else(unknown)?;
     partial_inputs_of(c, options, point).ok_or_else(unknown)?;
-    let replay = Replay { c, w, a, options, point, site, inputs, rows };
+    let replay = Replay { c, w, a, options, point, site, inputs, bridge, rows };
     (0..tp).map(|rank| Ok(replay.partial(op, Split { tp, rank, experts })?.into_dyn())).collect()
 }
 
@@ -134,6 +155,7 @@ struct Replay<'a> {
     point: &'a str,
     site: Site,
     inputs: Captured<'a>,
+    bridge: Option<&'a Bridge>,
     rows: &'a [usize],
 }
 
@@ -144,6 +166,9 @@ impl Replay<'_> {
             |input: &str, p: RefParam| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
         let norm =
             |x: Array2<f64>, p: RefParam, eps: f64| Ok::<_, ReplayError>(ops::rms_norm(a, &x, &*w.vector(at, p)?, eps));
+        let latent_norm = |x: Array2<f64>, p: RefParam| {
+            Ok::<_, ReplayError>(ops::latent_norm(a, &x, &*w.vector(at, p)?, c.latent_eps).into_dyn())
+        };
         let rope = |x: Array3<f64>, start: usize| {
             let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
             ops::rope(a, &x, start..start + c.rope, &self.positions(), c.rope_theta, style)
@@ -153,27 +178,27 @@ impl Replay<'_> {
             "embed" => wide(self.embedding(&(0..c.vocab))?),
             "enorm" => {
                 let next: Vec<usize> = self.rows.iter().map(|t| t + 1).collect();
-                wide(norm(pick(&self.whole("embed")?, &next)?, RefParam::ENorm, c.eps)?)
+                wide(norm(self.at("embed", &next)?, RefParam::ENorm, c.eps)?)
             }
-            "hnorm" => wide(norm(pick(&self.whole("final_norm")?, self.rows)?, RefParam::HNorm, c.eps)?),
+            "hnorm" => wide(norm(self.at("final_norm", self.rows)?, RefParam::HNorm, c.eps)?),
             "eh_proj" => {
                 let x = ops::joined(self.own("enorm")?.view(), self.own("hnorm")?.view());
                 wide(ops::linear(a, &x, &*w.matrix(at, RefParam::EhProj)?))
             }
             "input" => match self.site {
                 Site::Mtp => wide(self.own("eh_proj")?),
-                Site::Trunk(n) if n > 0 => wide(pick(&self.whole(&format!("layers.{}.output", n - 1))?, self.rows)?),
-                _ => wide(pick(&self.whole("embed")?, self.rows)?),
+                Site::Trunk(n) if n > 0 => wide(self.at(&format!("layers.{}.output", n - 1), self.rows)?),
+                _ => wide(self.at("embed", self.rows)?),
             },
             "attn.norm" => wide(norm(self.own("input")?, RefParam::AttnNorm, c.eps)?),
             "attn.q_a" => wide(linear("attn.norm", RefParam::QA)?),
-            "attn.q_a_norm" => wide(norm(self.own("attn.q_a")?, RefParam::QANorm, c.latent_eps)?),
+            "attn.q_a_norm" => latent_norm(self.own("attn.q_a")?, RefParam::QANorm),
             "attn.q_raw" => Ok(heads(linear("attn.q_a_norm", RefParam::QB)?, c.heads).into_dyn()),
             "attn.q" => Ok(rope(heads(self.own("attn.q_raw")?, c.heads), c.nope).into_dyn()),
             "attn.kv_a" => wide(linear("attn.norm", RefParam::KvA)?),
             "attn.kv_latent" => {
                 let latent = self.own("attn.kv_a")?.slice(s![.., ..c.kv_rank]).to_owned();
-                wide(norm(latent, RefParam::KvANorm, c.latent_eps)?)
+                latent_norm(latent, RefParam::KvANorm)
             }
             "attn.k_rope" => {
                 let k = self.own("attn.kv_a")?.slice(s![.., c.kv_rank..]).to_owned();
@@ -201,6 +226,7 @@ impl Replay<'_> {
             }
             "attn.index_topk" => wide(ops::index_top_k(&self.own("attn.index_scores")?, self.rows, c.top_k)),
             "attn.latent" => self.latent(),
+            "attn.context" if self.options.expanded => self.expanded_context(),
             "attn.context" => {
                 let latent = heads(self.own("attn.latent")?, c.heads);
                 Ok(ops::value_up(a, latent.view(), &*w.heads(at, RefParam::VB)?).into_dyn())
@@ -237,7 +263,7 @@ impl Replay<'_> {
             "final_norm" => match self.site {
                 Site::Mtp => wide(norm(self.own("output")?, RefParam::MtpHeadNorm, c.eps)?),
                 _ => {
-                    let x = pick(&self.whole(&format!("layers.{}.output", c.layers - 1))?, self.rows)?;
+                    let x = self.at(&format!("layers.{}.output", c.layers - 1), self.rows)?;
                     wide(norm(x, RefParam::FinalNorm, c.eps)?)
                 }
             },
@@ -280,25 +306,46 @@ impl Replay<'_> {
 
     /// Embedding rows of the ids that `held` contains; zero for the others.
     fn embedding(&self, held: &std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
-        let ids = pick(&self.whole("ids")?, self.rows)?;
+        let ids = self.at("ids", self.rows)?;
         let mut x = Array2::zeros((ids.nrows(), self.c.hidden));
         for (mut row, &id) in x.rows_mut().into_iter().zip(&ids) {
             let id = place(id, self.c.vocab).ok_or_else(|| wrong("ids", format!("ids below {}", self.c.vocab), id))?;
             if held.contains(&id) {
-                row.assign(&self.w.embedding_row(id)?.mapv(f64::from));
+                row.assign(&self.w.embedding_row(id)?.mapv(|v| self.a.store(f64::from(v))));
             }
         }
         Ok(x)
     }
 
     fn latent(&self) -> Result<ArrayD<f64>, ReplayError> {
+        let (c, (latent, k_rope, keys)) = (self.c, self.cached()?);
+        let (q, q_absorbed) = (heads(self.own("attn.q")?, c.heads), heads(self.own("attn.q_absorbed")?, c.heads));
+        let q_rope = q.slice(s![.., .., c.nope..]);
+        let scale = self.softmax_scale();
+        Ok(ops::attention(self.a, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
+    }
+
+    fn expanded_context(&self) -> Result<ArrayD<f64>, ReplayError> {
+        let (c, w, at, (latent, k_rope, keys)) = (self.c, self.w, self.site.layer(self.c), self.cached()?);
+        let (k_b, v_b) = (w.heads(at, RefParam::KB)?, w.heads(at, RefParam::VB)?);
+        let (q, scale) = (heads(self.own("attn.q")?, c.heads), self.softmax_scale());
+        let context = ops::expanded_attention(self.a, q.view(), &latent, k_rope.view(), (&k_b, &v_b), &keys, scale);
+        Ok(context.into_dyn())
+    }
+
+    fn softmax_scale(&self) -> f64 {
+        ((self.c.nope + self.c.rope) as f64).powf(-0.5)
+    }
+
+    /// The cache's rows, latents and rotated keys, and which of them each row asked for attends to.
+    fn cached(&self) -> Result<(Array2<f64>, Array2<f64>, Vec<Vec<usize>>), ReplayError> {
         let c = self.c;
         let (latent, k_rope) = (self.whole(&self.name("attn.kv_latent"))?, self.whole(&self.name("attn.k_rope"))?);
         self.check_rows(latent.nrows().min(k_rope.nrows()))?;
         let mut keys: Vec<Vec<usize>> = self.rows.iter().map(|&t| (0..=t).collect()).collect();
         if let (Site::Trunk(n), false) = (self.site, self.options.dense) {
             let name = format!("layers.{}.attn.index_topk", c.index_source(n));
-            let chosen = pick(&self.whole(&name)?, self.rows)?;
+            let chosen = self.at(&name, self.rows)?;
             for ((keys, chosen), &t) in keys.iter_mut().zip(chosen.rows()).zip(self.rows) {
                 keys.clear();
                 for &v in chosen.iter().filter(|&&v| v != -1.0) {
@@ -311,10 +358,7 @@ impl Replay<'_> {
                 }
             }
         }
-        let (q, q_absorbed) = (heads(self.own("attn.q")?, c.heads), heads(self.own("attn.q_absorbed")?, c.heads));
-        let scale = ((c.nope + c.rope) as f64).powf(-0.5);
-        let q_rope = q.slice(s![.., .., c.nope..]);
-        Ok(ops::attention(self.a, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
+        Ok((latent, k_rope, keys))
     }
 
     fn routed(&self, columns: impl Fn(usize) -> std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
@@ -353,24 +397,54 @@ impl Replay<'_> {
         self.rows.iter().find(|&&row| row >= rows).map_or(Ok(()), |&row| Err(ReplayError::Row { row, rows }))
     }
 
-    /// The rows asked for of a captured point of the same site, other axes merged.
+    /// The rows asked for of a point of the same site, other axes merged.
     fn own(&self, op: &str) -> Result<Array2<f64>, ReplayError> {
-        pick(&self.whole(&self.name(op))?, self.rows)
+        self.at(&self.name(op), self.rows)
+    }
+
+    /// All rows of a point, other axes merged.
+    fn whole(&self, name: &str) -> Result<Array2<f64>, ReplayError> {
+        match self.captured(name)? {
+            Some(values) => Ok(values),
+            None => {
+                // The last token has nobody behind it for an MTP layer to pair it with.
+                let tokens = (self.inputs)("ids").map_or(0, |ids| ids.len());
+                self.at(name, &(0..tokens - usize::from(self.site == Site::Mtp && tokens > 0)).collect::<Vec<_>>())
+            }
+        }
+    }
+
+    /// Rows of a point, captured or made up for, other axes merged.
+    fn at(&self, name: &str, rows: &[usize]) -> Result<Array2<f64>, ReplayError> {
+        if let Some(values) = self.captured(name)? {
+            return pick(&values, rows);
+        }
+        let missing = || ReplayError::Missing { point: self.point.to_string(), input: name.to_string() };
+        let bridge = self.bridge.ok_or_else(missing)?;
+        if let Some(known) = bridge.get(name, rows) {
+            return Ok(known);
+        }
+        let (site, op) = parse(self.c, self.options, name).ok_or_else(missing)?;
+        let values = Replay { point: name, site, rows, ..*self }.run(op)?;
+        let width = values.len() / rows.len().max(1);
+        let values =
+            Array2::from_shape_vec((rows.len(), width), values.into_iter().collect()).map_err(|_| missing())?;
+        bridge.keep(name, rows, &values);
+        Ok(values)
     }
 
     /// All rows of a captured point, other axes merged.
-    fn whole(&self, name: &str) -> Result<Array2<f64>, ReplayError> {
-        let missing = || ReplayError::Missing { point: self.point.to_string(), input: name.to_string() };
-        let captured = (self.inputs)(name).ok_or_else(missing)?;
+    fn captured(&self, name: &str) -> Result<Option<Array2<f64>>, ReplayError> {
+        let Some(captured) = (self.inputs)(name) else { return Ok(None) };
         let tokens = captured.shape().first().copied().unwrap_or(0);
         let (site, op) = parse(self.c, self.options, name).unwrap_or((Site::Model, name));
         let width: usize = row_shape(self.c, site, op, tokens).iter().product();
-        if captured.len() != tokens * width {
-            let (expected, found) = (format!("{tokens} rows of {width}"), format!("shape {:?}", captured.shape()));
-            return Err(ReplayError::Input { input: name.to_string(), expected, found });
-        }
-        let values: Vec<f64> = captured.iter().map(|&v| f64::from(v)).collect();
-        Array2::from_shape_vec((tokens, width), values).map_err(|_| missing())
+        let fits = Array2::from_shape_vec((tokens, width), captured.iter().map(|&v| f64::from(v)).collect());
+        fits.map(Some).map_err(|_| ReplayError::Input {
+            input: name.to_string(),
+            expected: format!("{tokens} rows of {width}"),
+            found: format!("shape {:?}", captured.shape()),
+        })
     }
 }
 

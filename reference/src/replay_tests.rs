@@ -4,10 +4,11 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayD, Axis};
 
 use super::*;
-use crate::arith::{Order, RefRecipe};
+use crate::arith::Order;
 use crate::config::{Gating, RopeStyle};
 use crate::model::{forward, forward_choosing};
 use crate::points::{inputs_of, points};
+use crate::recipe::RefRecipe;
 use crate::weights::shape;
 
 /// Three trunk layers (dense, sparse full, sparse shared) and one MTP layer, every size different from its neighbours.
@@ -89,7 +90,7 @@ impl Weights for Hashed {
 }
 
 const IDS: [u32; 9] = [5, 80, 2, 2, 61, 7, 33, 90, 12];
-const SPARSE: RefOptions = RefOptions { dense: false, mtp: true };
+const SPARSE: RefOptions = RefOptions { dense: false, mtp: true, expanded: false };
 
 fn run(c: &RefConfig, a: Arith, options: RefOptions) -> (Vec<String>, HashMap<String, ArrayD<f64>>) {
     let (mut names, mut values) = (Vec::new(), HashMap::new());
@@ -109,7 +110,9 @@ fn captured(values: &HashMap<String, ArrayD<f64>>) -> impl Fn(&str) -> Option<Ar
 #[test]
 fn every_point_is_emitted_in_order_and_shape() {
     let c = tiny_config();
-    for options in [SPARSE, RefOptions { dense: true, mtp: false }] {
+    let (dense, expanded) =
+        (RefOptions { dense: true, ..RefOptions::default() }, RefOptions { expanded: true, ..SPARSE });
+    for options in [SPARSE, dense, expanded] {
         let (names, values) = run(&c, Arith::Exact, options);
         assert_eq!(names, points(&c, options));
         for name in names {
@@ -126,7 +129,7 @@ fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
     // Captured f32 values lose nothing of a run that holds f32 values, so each operation must give exactly what the run
     // had.
     let c = tiny_config();
-    for options in [SPARSE, RefOptions { dense: true, mtp: true }] {
+    for options in [SPARSE, RefOptions { dense: true, mtp: true, expanded: false }] {
         for a in [RefRecipe::Strict, RefRecipe::Fast].into_iter().flat_map(|recipe| Arith::orders(recipe, 2)) {
             let (names, values) = run(&c, a, options);
             for name in names {
@@ -165,7 +168,7 @@ fn replay_reads_exactly_the_inputs_it_names() {
 #[test]
 fn f32_orders_differ_and_stay_near_the_truth() {
     let c = tiny_config();
-    let dense = RefOptions { dense: true, mtp: false };
+    let dense = RefOptions { dense: true, mtp: false, expanded: false };
     let truth = &run(&c, Arith::Exact, dense).1["layers.0.output"];
     let runs: Vec<_> = Arith::orders(RefRecipe::Strict, 2)
         .into_iter()
@@ -200,7 +203,7 @@ fn shared_layers_reuse_the_last_full_choice() {
 fn dense_equals_sparse_while_all_keys_fit() {
     let c = RefConfig { top_k: IDS.len(), ..tiny_config() };
     let sparse = run(&c, Arith::Exact, SPARSE).1;
-    let dense = run(&c, Arith::Exact, RefOptions { dense: true, mtp: true }).1;
+    let dense = run(&c, Arith::Exact, RefOptions { dense: true, mtp: true, expanded: false }).1;
     assert_eq!(sparse["logits"], dense["logits"]);
     let short = run(&tiny_config(), Arith::Exact, SPARSE).1;
     assert_ne!(short["logits"], dense["logits"]);
@@ -222,8 +225,8 @@ fn partial_sums_add_up() {
         for experts in [ExpertSplit::Tensor, ExpertSplit::Expert] {
             let rows = [0, 5];
             let w = Hashed(c.clone());
-            let parts =
-                partials(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows, 2, experts).expect("splits");
+            let parts = partials(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows, 2, experts, None)
+                .expect("splits");
             let whole = replay(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows).expect("replays");
             assert_eq!(parts.len(), 2);
             assert_ne!(parts[0], parts[1]);
@@ -242,6 +245,7 @@ fn partial_sums_add_up() {
         &[0],
         2,
         ExpertSplit::Tensor,
+        None,
     );
     assert_eq!(refused, Err(ReplayError::Point("layers.0.attn.q_a".into())));
 }
@@ -329,7 +333,7 @@ fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
 #[test]
 fn forced_choices_are_gone_on_with_and_own_ones_are_shown() {
     let c = tiny_config();
-    let options = RefOptions { dense: false, mtp: false };
+    let options = RefOptions { dense: false, mtp: false, expanded: false };
     let (_, own) = run(&c, Arith::Exact, options);
     let force = |choices: &dyn Fn(&str) -> Option<ArrayD<f32>>| {
         let mut values = HashMap::new();
@@ -353,4 +357,73 @@ fn forced_choices_are_gone_on_with_and_own_ones_are_shown() {
         let error = force(&|name| (name == point).then(|| bad.clone())).expect_err("does not fit");
         assert!(matches!(&error, RefError::Choice { point: p, .. } if p == point), "{error}");
     }
+}
+
+/// Whatever is missing is made again from what is there, down to the token ids, with the very bits of the whole run.
+#[test]
+fn bridging_is_the_whole_run() {
+    let c = tiny_config();
+    let rows = [1, 4, 6];
+    for options in [SPARSE, RefOptions { expanded: true, ..SPARSE }, RefOptions { dense: true, ..SPARSE }] {
+        let recipes = RefRecipe::ALL.into_iter().flat_map(|recipe| Arith::orders(recipe, 2));
+        for a in recipes.chain([Arith::Exact]) {
+            let (names, values) = run(&c, a, options);
+            let ids = |name: &str| (name == "ids").then(|| values["ids"].mapv(|v| v as f32));
+            // Layers as they are captured where only hidden states are.
+            let states = |name: &str| {
+                let shown = name == "ids" || name.ends_with(".output") || name == "embed";
+                shown.then(|| values.get(name).map(|v| v.mapv(|v| v as f32)))?
+            };
+            let (from_ids, w) = (Bridge::default(), Hashed(c.clone()));
+            for name in names {
+                let bridged =
+                    |seen: Captured<'_>, bridge| replay_bridging(&c, &w, a, options, &name, seen, &rows, bridge);
+                let whole = values[&name].select(Axis(0), &rows);
+                let error = |y: ArrayD<f64>| {
+                    (y - &whole).iter().filter(|v| v.is_finite()).fold(0.0, |m: f64, v| m.max(v.abs()))
+                };
+                let made = bridged(&ids, &from_ids).expect("bridges");
+                assert_eq!(error(made), 0.0, "{name} {a:?} {options:?}");
+                if a == Arith::Exact {
+                    let near = error(bridged(&states, &Bridge::default()).expect("bridges"));
+                    assert!(near < 1e-4, "{name}: {near}");
+                } else {
+                    assert_eq!(error(bridged(&states, &Bridge::default()).expect("bridges")), 0.0, "{name} {a:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Runs in a recipe go on with the choices of another run; nothing is bridged where nobody asked for it.
+#[test]
+fn bridges_choose_alike() {
+    let (c, w) = (tiny_config(), Hashed(tiny_config()));
+    let (_, values) = run(&c, Arith::Exact, SPARSE);
+    let ids = |name: &str| (name == "ids").then(|| values["ids"].mapv(|v| v as f32));
+    let (point, rows) = ("layers.1.ffn.routed", [2, 5]);
+    let exact = Bridge::default();
+    let bridged = |bridge: &Bridge| replay_bridging(&c, &w, Arith::Exact, SPARSE, point, &ids, &rows, bridge);
+    let first = bridged(&exact).expect("bridges");
+    let chosen = exact.choices();
+    assert!(chosen.contains(&("layers.1.ffn.expert_ids".into(), rows.to_vec())), "{chosen:?}");
+    let alike = exact.choosing_alike();
+    assert_eq!(bridged(&alike).expect("bridges"), first);
+    let other = exact.choosing_alike();
+    let ids_of = other.get("layers.1.ffn.expert_ids", &rows).expect("a choice");
+    other.keep("layers.1.ffn.expert_ids", &rows, &ids_of.mapv(|e| (e + 1.0) % c.experts as f64));
+    assert_ne!(bridged(&other).expect("bridges"), first);
+    let refused = replay(&c, &w, Arith::Exact, SPARSE, point, &ids, &rows);
+    assert!(matches!(refused, Err(ReplayError::Missing { .. })));
+}
+
+/// Keys and values made before attention, or absorbed into queries and results: the same numbers.
+#[test]
+fn expanded_attention_is_absorbed_attention() {
+    let c = tiny_config();
+    let (_, absorbed) = run(&c, Arith::Exact, SPARSE);
+    let (_, expanded) = run(&c, Arith::Exact, RefOptions { expanded: true, ..SPARSE });
+    let error = (&absorbed["logits"] - &expanded["logits"]).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
+    assert!(error < 1e-12, "{error}");
+    assert!(!expanded.contains_key("layers.0.attn.latent") && absorbed.contains_key("layers.0.attn.latent"));
 }

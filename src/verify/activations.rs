@@ -155,7 +155,7 @@ fn judge_by(
     let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
     let mut misreported = Misreported::default();
     for_traces(subject, &mut |traces, shows| {
-        let options = RefOptions { dense: traces[0].attention == Attention::Dense, mtp: false };
+        let options = RefOptions { dense: traces[0].attention == Attention::Dense, mtp: false, expanded: false };
         let orders = Arith::orders(recipe_of(recipe), traces[0].tp);
         let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every };
         // By the reference's own list, whether they were captured or not.

@@ -165,7 +165,7 @@ fn run(
     let own = ModelWeights::new(&raw, config);
     let patched = plan.change.map(|change| PatchedWeights::new(&own, change));
     let weights: &dyn Weights = patched.as_ref().map_or(&own, |patched| patched);
-    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false };
+    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false, expanded: false };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
         let forced = plan.choices.get(&name.parse().ok()?)?;
         ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()

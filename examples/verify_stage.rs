@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::{Attention, CpuBackend, Recipe};
+use lockstep::engine::{Attention, CpuBackend};
 use lockstep::report::{Progress, Verdict, clean};
 use lockstep::verify::{Subject, sense, weights};
+use lockstep_reference::RefRecipe;
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/goldens/models/glm5-nano-Q4_K_M.gguf");
 
@@ -27,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         checkpoint: Arc::new(Checkpoint::open(Some(&model))?),
         baseline: None,
         engines: Box::new(CpuBackend::default()),
-        recipe: Recipe::Strict,
+        recipe: RefRecipe::Strict,
         tp: 4,
         attention: Attention::Dsa,
         ids: vec![1, 2, 3],

@@ -86,6 +86,11 @@ impl Arith {
         }
     }
 
+    /// True where ranks round their addends, and every step of their sum.
+    pub(crate) fn reduces(self) -> bool {
+        matches!(self, Arith::F32(RefRecipe::TorchHalf(_), Order::Ranks(_)))
+    }
+
     /// The arithmetic of routed experts: see [`RefRecipe::of_experts`].
     pub(crate) fn of_experts(self) -> Self {
         match self {

@@ -10,9 +10,12 @@ use std::collections::BTreeMap;
 
 use ndarray::Array2;
 
-/// What one run computed in place of captured values, by point and rows.
+/// A point and rows of it.
+type Rows = (String, Vec<usize>);
+
+/// What one run computed in place of captured values.
 #[derive(Debug, Default)]
-pub struct Bridge(RefCell<BTreeMap<(String, Vec<usize>), Array2<f64>>>);
+pub struct Bridge(RefCell<BTreeMap<Rows, Array2<f64>>>);
 
 impl Bridge {
     /// One for another arithmetic, which goes on with the choices made here.
@@ -24,7 +27,7 @@ impl Bridge {
     }
 
     /// The choices that were made here: point and rows.
-    pub fn choices(&self) -> Vec<(String, Vec<usize>)> {
+    pub fn choices(&self) -> Vec<Rows> {
         self.0.borrow().keys().filter(|(point, _)| is_choice(point)).cloned().collect()
     }
 

@@ -6,11 +6,12 @@ use std::ops::Range;
 
 use ndarray::{Array2, Array3, Axis, s};
 
-use crate::arith::Arith;
+use crate::arith::{Arith, Order};
 use crate::config::RefConfig;
 use crate::error::RefError;
 use crate::names::RefParam;
 use crate::ops;
+use crate::slice::{ExpertSplit, Placement, Split, placement};
 use crate::weights::Weights;
 
 /// For each expert that is hit, the (token, slot) pairs that it serves.
@@ -84,6 +85,37 @@ pub fn routed(
         }
     }
     Ok(y.map_or_else(|| Array2::zeros((ids.len(), 0)), |y| ops::mix_experts(a.of_experts(), weights, &y)))
+}
+
+/// Routed and shared experts together, as ranks make them that store their addends in a half type and every step of their
+/// sum; `None` where no rank rounds, or the experts are not divided by so many.
+///
+/// # Errors
+/// As for [`hidden`].
+pub fn reduced(
+    a: Arith,
+    c: &RefConfig,
+    w: &dyn Weights,
+    layer: usize,
+    hidden: &Array3<f64>,
+    weights: &Array2<f64>,
+    ids: &[Vec<usize>],
+) -> Result<Option<Array2<f64>>, RefError> {
+    let Arith::F32(_, Order::Ranks(tp)) = a else { return Ok(None) };
+    let mut sum: Option<Array2<f64>> = None;
+    for rank in (0..tp).filter(|_| a.reduces()) {
+        let split = Split { tp, rank, experts: ExpertSplit::Tensor };
+        let of = |param| placement(c, param, split).ok();
+        let (Some(Placement::Cols(own)), Some(Placement::Cols(common))) =
+            (of(RefParam::DownExps), of(RefParam::DownShared))
+        else {
+            return Ok(None);
+        };
+        let routed = routed(a, w, layer, hidden, weights, ids, |_| own.clone())?;
+        let addend = ops::add(a, &routed, &shared(a, c, w, layer, hidden, common)?);
+        sum = Some(sum.map_or(addend.clone(), |sum| ops::add(a, &sum, &addend)));
+    }
+    Ok(sum)
 }
 
 /// The shared experts' output, \[tokens, hidden\]; `columns` as for [`routed`], over all shared experts side by side.

@@ -198,7 +198,6 @@ pub fn attention(
 /// Attention with keys and values of every head made from the latents, as engines do that do not absorb: `q` \[rows,
 /// heads, nope + rope\], `k_b` \[heads, latent, nope\], `v_b` \[heads, value, latent\], the rest as for [`attention`]. The
 /// result is \[rows, heads, value\].
-#[expect(clippy::too_many_arguments, reason = "the operands of attention, and the matrices")]
 pub fn expanded_attention(
     a: Arith,
     q: ArrayView3<'_, f64>,

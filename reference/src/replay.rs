@@ -147,6 +147,9 @@ pub fn partials(
     (0..tp).map(|rank| Ok(replay.partial(op, Split { tp, rank, experts })?.into_dyn())).collect()
 }
 
+/// Latents and rotated keys of all tokens, and the keys of each row asked for.
+type Cached = (Array2<f64>, Array2<f64>, Vec<Vec<usize>>);
+
 struct Replay<'a> {
     c: &'a RefConfig,
     w: &'a dyn Weights,
@@ -255,9 +258,10 @@ impl Replay<'_> {
             },
             "ffn.routed" => wide(self.routed(|_| 0..c.moe_ffn)?),
             "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
-            "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => {
-                wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?))
-            }
+            "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => match self.reduced()? {
+                Some(sum) => wide(sum),
+                None => wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?)),
+            },
             "ffn.out" => wide(linear("ffn.hidden", RefParam::Down)?),
             "output" => wide(ops::add(a, &self.own("residual")?, &self.own("ffn.out")?)),
             "final_norm" => match self.site {
@@ -270,6 +274,19 @@ impl Replay<'_> {
             "logits" => wide(ops::linear(a, &self.own("final_norm")?, &*w.matrix(None, RefParam::Head)?)),
             _ => Err(ReplayError::Point(self.point.to_string())),
         }
+    }
+
+    /// The feed-forward's output as ranks make it that round their addends, if there is what these are made from.
+    fn reduced(&self) -> Result<Option<Array2<f64>>, ReplayError> {
+        let found = |found: Result<Array2<f64>, ReplayError>| match found {
+            Err(ReplayError::Missing { .. }) => Ok(None),
+            found => found.map(Some),
+        };
+        let Some(layer) = self.site.layer(self.c).filter(|_| self.a.reduces()) else { return Ok(None) };
+        let (hidden, weights) = (found(self.own("ffn.hidden"))?, found(self.own("ffn.expert_weights"))?);
+        let (Some(hidden), Some(weights)) = (hidden, weights) else { return Ok(None) };
+        let hidden = heads(hidden, self.c.experts_used + self.c.shared_experts);
+        Ok(experts::reduced(self.a, self.c, self.w, layer, &hidden, &weights, &self.expert_ids()?)?)
     }
 
     fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
@@ -338,7 +355,7 @@ impl Replay<'_> {
     }
 
     /// The cache's rows, latents and rotated keys, and which of them each row asked for attends to.
-    fn cached(&self) -> Result<(Array2<f64>, Array2<f64>, Vec<Vec<usize>>), ReplayError> {
+    fn cached(&self) -> Result<Cached, ReplayError> {
         let c = self.c;
         let (latent, k_rope) = (self.whole(&self.name("attn.kv_latent"))?, self.whole(&self.name("attn.k_rope"))?);
         self.check_rows(latent.nrows().min(k_rope.nrows()))?;

@@ -8,14 +8,15 @@ use serde::Serialize;
 use super::args::SubjectArgs;
 use super::{CliError, attention, console, device, emit};
 use crate::checkpoint::Checkpoint;
-use crate::engine::{Attention, Engines, Recipe};
+use crate::engine::{Attention, Engines};
 use crate::faults::decorate::Decorations;
 use crate::faults::{CATALOGUE, Injection, Target, inject};
 use crate::probe::dump;
 use crate::report::{Page, Record, Run};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
-use crate::verify::{Subject, sense};
+use crate::verify::param_map::recipe_of;
+use crate::verify::{Subject, producer, sense};
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -131,7 +132,14 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
             format!("--attention {}: the dump states {}; leave it out, or dump with it", typed.name(), stated.name());
         return Err(CliError::Usage(problem));
     }
-    let recipe = target.as_ref().map_or(Ok(engines.backend().recipe()), recipe_of_dump)?;
+    let recipe = match &target {
+        None => recipe_of(engines.backend().recipe()),
+        Some(dump) => {
+            let (recipe, note) = producer::recipe_of(&dump.meta.recipe, &dump.trace);
+            note.iter().for_each(|note| console::note(note));
+            recipe
+        }
+    };
     let target = target.map(|t| t.trace);
     let vocab = checkpoint.config().vocab;
     if let Some(id) = target.iter().flat_map(|t| &t.ids).find(|id| **id as usize >= vocab) {
@@ -161,16 +169,6 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         seed: args.seed,
         sense: sense::SenseOptions::default(),
     })
-}
-
-/// How a dump says that it was computed. Another engine's word is noted: it is held to the narrower floors.
-fn recipe_of_dump(dump: &dump::Dump) -> Result<Recipe, CliError> {
-    let (stated, strict) = (&dump.meta.recipe, Recipe::Strict);
-    if let Some(known) = Recipe::named(stated) {
-        return Ok(known);
-    }
-    console::note(&format!("the dump's recipe {stated:?} is unknown here; judged as {}", strict.name()));
-    Ok(strict)
 }
 
 /// A dump says which model it was made from; another one's is refused, other settings are noted.

@@ -89,7 +89,15 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
             true => (0..trace.tp).collect(),
             false => finding.ranks.clone(),
         };
-        let op = OpContext { raw, model: subject.checkpoint.config(), judge, trace, place: finding.place, ranks };
+        let op = OpContext {
+            raw,
+            model: subject.checkpoint.config(),
+            judge,
+            trace,
+            place: finding.place,
+            over: finding.over.clone(),
+            ranks,
+        };
         let region = Unjudged::or_none(region(&op))?.unwrap_or_else(|| "unknown".into());
         found.culprit = Some(explain(subject, &op, finding, region, progress)?);
         Ok(())
@@ -130,9 +138,9 @@ fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
     }
     let rank = op.ranks.first().copied().unwrap_or(0);
     let seen = Seen::new(op.trace, rank);
-    let floored = op.judge.recompute(op.place, &|n| seen.get(n))?;
+    let recomputed = op.judge.recompute(op.place, &|n| seen.get(n))?;
     let whole = op.trace.seen_by(rank, op.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
-    let measured = op.judge.measured(&whole, floored)?;
+    let measured = op.judge.measured(&whole, recomputed)?;
     let width = measured.target.ncols();
     let (unit, size) = match op.place.point.unit() {
         Unit::Head => ("head", width / op.model.heads),

@@ -1,6 +1,7 @@
 //! Trying explanations: an operation that diverges is recomputed in the reference under a hypothesis, and the hypothesis
 //! is accepted only if the residual falls back to its own noise floor.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use lockstep_reference::ndarray::{Array2, Axis};
@@ -29,6 +30,8 @@ pub struct OpContext<'a> {
     pub trace: &'a Trace,
     /// The place of what the operation produces.
     pub place: Place,
+    /// Operations that were bridged before it.
+    pub over: BTreeSet<Place>,
     /// Ranks whose own slice or copy diverges; all of them where ranks cannot be told apart.
     pub ranks: Vec<usize>,
 }
@@ -120,7 +123,14 @@ impl<'a> OpContext<'a> {
 
     /// The parameters that the operation multiplies with.
     pub fn params(&self) -> Vec<(Option<usize>, RefParam)> {
-        self.place.params(self.model).into_iter().map(|p| (p.layer, reference_of(p.kind))).collect()
+        let places = self.over.iter().chain([&self.place]);
+        let params = places.flat_map(|place| place.params(self.model));
+        params.map(|p| (p.layer, reference_of(p.kind))).collect()
+    }
+
+    /// True where the operation, or one that is judged with it, is this one.
+    pub fn has(&self, point: Point) -> bool {
+        self.place.point == point || self.over.iter().any(|place| place.point == point)
     }
 
     /// The name of a parameter's tensor in the file.
@@ -183,7 +193,8 @@ impl<'a> OpContext<'a> {
         let silent = match &hypothesis.alter {
             // Every rank's part of such a sum is linear in what the rank holds of the inputs.
             Alter::Missing(ranks) => {
-                Some(self.trace.without(ranks, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()))
+                let reads = judge.reads(place, &|input| self.trace.ranks(input).is_some()).unwrap_or_default();
+                Some(self.trace.without(ranks, &reads.from.into_iter().chain([place]).collect::<Vec<_>>()))
             }
             _ => None,
         };

@@ -1,23 +1,22 @@
 //! Stage `activations`: is every operation of every layer right? Judged by replay and the noise floor.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions};
+use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions, RefRecipe};
 
 use super::choice::row_of;
 use super::feed::{Feed, Listen, feed};
 use super::misreported::Misreported;
 use super::op::{OpFinding, judge_op};
-use super::param_map::recipe_of;
 use super::reference_run::own_eps;
 use super::replay::Judge;
 use super::replicas;
 use super::subject::points_of;
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
-use crate::engine::{Attention, Recipe};
-use crate::model::{Block, Layout, Place, Point};
+use crate::engine::Attention;
+use crate::model::{Block, Config, Layout, Place, Point};
 use crate::probe::Trace;
 use crate::probe::capture::Filter;
 use crate::report::{Check, Progress, Reach, StageReport, Verdict};
@@ -43,10 +42,26 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         Ok(())
     })?;
     let made = findings.iter().filter(|f| f.verdict != Verdict::NotApplicable).count();
+    // What a dump lacks it mostly lacks in every layer: one line for each point.
+    let mut lacking: BTreeMap<(Point, Verdict), usize> = BTreeMap::new();
+    let captured = |f: &&OpFinding| subject.target.as_ref().is_none_or(|trace| trace.ranks(f.place).is_some());
+    for finding in findings.iter().filter(|f| !captured(f)) {
+        *lacking.entry((finding.place.point, finding.verdict)).or_default() += 1;
+    }
     let mut checks: Vec<Check> = findings
         .iter()
+        .filter(captured)
         .map(|f| Check::new(f.place.to_string(), f.verdict, f.detail.clone()).of_floor(f.rho).with(f.data()))
         .collect();
+    checks.extend(lacking.into_iter().map(|((point, verdict), places)| {
+        let detail = match verdict {
+            Verdict::NotApplicable => format!("not captured in {places} places: judged as part of spans"),
+            _ => {
+                format!("not captured in {places} places, and nothing behind them was: capture it, or what follows it")
+            }
+        };
+        Check::new(point.name(), verdict, detail)
+    }));
     checks.push(sparse_activity(subject, &findings));
     let (positions, rows) = (subject.ids.len(), subject.rows.len());
     let reach = Reach { positions, rows, experts: experts.len(), sequences: 1 };
@@ -78,8 +93,13 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
     let (top_k, tokens) = (subject.checkpoint.config().top_k, subject.ids.len());
     let dense_dump = subject.target.as_ref().is_some_and(|t| t.attention == Attention::Dense);
     let sparse_rows = subject.rows.iter().filter(|t| **t >= top_k).count();
-    let latents = findings.iter().filter(|f| f.place.point == Point::Latent);
-    let judged = latents.filter(|f| matches!(f.verdict, Verdict::Match | Verdict::Divergent)).count();
+    let attends = |p: &Place| matches!(p.point, Point::Latent | Point::Context);
+    let attended = findings.iter().filter(|f| matches!(f.verdict, Verdict::Match | Verdict::Divergent));
+    let attended =
+        attended.filter(|f| f.unsure.is_empty() || subject.rows.iter().any(|t| *t >= top_k && !f.unsure.contains(t)));
+    let layers =
+        attended.flat_map(|f| f.over.iter().chain([&f.place]).filter(|p| attends(p)).filter_map(|p| p.layer()));
+    let judged = layers.collect::<BTreeSet<_>>().len();
     let (verdict, detail) = if subject.attention == Attention::Dense {
         let exact = format!("exact up to {top_k} tokens, another model beyond");
         (Verdict::NotApplicable, format!("attention is dense by choice; {exact}"))
@@ -118,8 +138,8 @@ pub(crate) fn judge_all(
     subject: &Subject,
     progress: &dyn Progress,
     each: &mut Found<'_>,
-) -> Result<Recipe, VerifyError> {
-    let recipe = match subject.target.is_some() && subject.recipe == Recipe::Fast {
+) -> Result<RefRecipe, VerifyError> {
+    let recipe = match subject.target.is_some() && subject.recipe == RefRecipe::Fast {
         true => held(subject, progress)?,
         false => subject.recipe,
     };
@@ -127,25 +147,37 @@ pub(crate) fn judge_all(
     Ok(recipe)
 }
 
-/// Operations of a dump that must be within strict's floors before the others are held to these as well.
-const HELD: f64 = 0.9;
+/// Products with weights of a dump that must be within strict's floors before all are held to these.
+const HELD: f64 = 0.75;
 
 /// A dump's word chooses its floors, and a wider one would excuse what is not rounding: a dump that says fast, but whose
-/// operations nearly all hold strict's floors, was computed strictly and is judged so.
-fn held(subject: &Subject, progress: &dyn Progress) -> Result<Recipe, VerifyError> {
+/// products with weights, in which alone the two differ, mostly hold strict's floors, was computed strictly and is judged
+/// so.
+fn held(subject: &Subject, progress: &dyn Progress) -> Result<RefRecipe, VerifyError> {
     let (mut judged, mut within) = (0usize, 0usize);
-    judge_by(subject, Recipe::Strict, progress, &mut |_, finding, _| {
-        judged += usize::from(matches!(finding.verdict, Verdict::Match | Verdict::Drift | Verdict::Divergent));
-        within += usize::from(matches!(finding.verdict, Verdict::Match | Verdict::Drift));
+    let config = subject.checkpoint.config();
+    judge_by(subject, RefRecipe::Strict, progress, &mut |_, finding, _| {
+        let product = multiplies(finding.place, config);
+        let good = matches!(finding.verdict, Verdict::Match | Verdict::Drift);
+        judged += usize::from(product && (good || finding.verdict == Verdict::Divergent));
+        within += usize::from(product && good);
         Ok(())
     })?;
     let strict = judged > 0 && within as f64 >= HELD * judged as f64;
-    Ok(if strict { Recipe::Strict } else { Recipe::Fast })
+    Ok(if strict { RefRecipe::Strict } else { RefRecipe::Fast })
+}
+
+/// True for products with stored weights, whose operand `fast` rounds.
+fn multiplies(place: Place, config: &Config) -> bool {
+    use Point::*;
+    let other = matches!(place.point, Embed | ENorm | HNorm | AttnNorm | QANorm | KvLatent | FfnNorm | FinalNorm)
+        || matches!(place.point, RouterLogits | ChoiceScores | ExpertIds);
+    !other && !place.params(config).is_empty()
 }
 
 fn judge_by(
     subject: &Subject,
-    recipe: Recipe,
+    recipe: RefRecipe,
     progress: &dyn Progress,
     each: &mut Found<'_>,
 ) -> Result<(), VerifyError> {
@@ -155,14 +187,26 @@ fn judge_by(
     let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
     let mut misreported = Misreported::default();
     for_traces(subject, &mut |traces, shows| {
-        let options = RefOptions { dense: traces[0].attention == Attention::Dense, mtp: false, expanded: false };
-        let orders = Arith::orders(recipe_of(recipe), traces[0].tp);
-        let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every };
+        let options = RefOptions { expanded: expands(recipe, traces[0]), ..RefOptions::default() };
+        let options = RefOptions { dense: traces[0].attention == Attention::Dense, ..options };
+        let orders = Arith::orders(recipe, traces[0].tp);
+        let bridges = subject.target.is_some();
+        let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every, bridges };
         // By the reference's own list, whether they were captured or not.
         let places = lockstep_reference::points(config, options);
-        for place in places.iter().filter_map(|name| name.parse().ok()).filter(|place| shows(*place)) {
+        let places: Vec<Place> = places.iter().filter_map(|name| name.parse().ok()).filter(|p| shows(*p)).collect();
+        let captured = |place: Place| traces[0].ranks(place).is_some();
+        let reads = places.iter().filter(|p| bridges && captured(**p)).filter_map(|p| judge.reads(*p, &captured));
+        let spanned: BTreeSet<Place> = reads.flat_map(|reads| reads.over).collect();
+        for place in places {
             let layer = place.layer().map_or(0, |l| l + 1);
             progress.at("layers replayed", layer, config.layers);
+            if spanned.contains(&place) {
+                let detail = "not captured: judged as part of a span".into();
+                let finding = OpFinding { verdict: Verdict::NotApplicable, detail, ..OpFinding::of(place) };
+                each(&judge, finding, traces[0])?;
+                continue;
+            }
             let (mut finding, trace) = judge_runs(&judge, traces, place, subject)?;
             if subject.target.is_some() {
                 finding = misreported.next(&judge, trace, finding, subject)?;
@@ -172,6 +216,11 @@ fn judge_by(
         }
         Ok(())
     })
+}
+
+/// True for a run that shows nothing of the absorbed form, in a recipe of engines that do not absorb.
+fn expands(recipe: RefRecipe, trace: &Trace) -> bool {
+    recipe.is_torch() && !trace.places().iter().any(|place| matches!(place.point, Point::QAbsorbed | Point::Latent))
 }
 
 /// Judges an operation in all runs of the same prompt: the worse finding, and the run that it is of. A run that holds the

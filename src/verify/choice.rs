@@ -38,11 +38,23 @@ impl Sizes {
 
     /// The scores that a token may choose from, and how many of them it chooses.
     fn of_token(self, point: Point, token: usize, scores: ArrayView1<'_, f64>) -> (Vec<f64>, usize) {
+        let (visible, k) = self.among(point, token, scores.len());
+        (scores.iter().copied().take(visible).collect(), k)
+    }
+
+    /// Among how many a token chooses, of so many scores, and how many it chooses.
+    fn among(self, point: Point, token: usize, scores: usize) -> (usize, usize) {
         let (visible, k) = match point {
-            Point::IndexTopk => (scores.len().min(token + 1), self.top_k),
-            _ => (scores.len(), self.experts_used),
+            Point::IndexTopk => (scores.min(token + 1), self.top_k),
+            _ => (scores, self.experts_used),
         };
-        (scores.iter().copied().take(visible).collect(), k.min(visible))
+        (visible, k.min(visible))
+    }
+
+    /// Why what a token chose among so many is no choice at all, whatever the scores are.
+    pub fn illegal(self, point: Point, token: usize, among: usize, chosen: &[i32]) -> Option<String> {
+        let (visible, k) = self.among(point, token, among);
+        illegal(visible, k, chosen)
     }
 
     /// Judges what a token chose at a point.
@@ -82,13 +94,20 @@ pub fn row_of(captured: &Captured, token: usize) -> Option<&[i32]> {
     }
 }
 
-fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
-    let k = k.min(scores.len());
+/// Why a list is not `k` different indices below `among`, with -1 for those that there are not.
+fn illegal(among: usize, k: usize, chosen: &[i32]) -> Option<String> {
     let set: BTreeSet<usize> = chosen.iter().filter_map(|i| usize::try_from(*i).ok()).collect();
     let listed = chosen.iter().filter(|i| **i != -1).count();
-    if set.len() != k || listed != k || set.last().is_some_and(|i| *i >= scores.len()) {
-        return Chosen::Outside(format!("expected {k} different indices below {}, found {chosen:?}", scores.len()));
+    let wrong = set.len() != k || listed != k || set.last().is_some_and(|i| *i >= among);
+    wrong.then(|| format!("expected {k} different indices below {among}, found {chosen:?}"))
+}
+
+fn choice(scores: &[f64], k: usize, chosen: &[i32], band: f64) -> Chosen {
+    let k = k.min(scores.len());
+    if let Some(why) = illegal(scores.len(), k, chosen) {
+        return Chosen::Outside(why);
     }
+    let set: BTreeSet<usize> = chosen.iter().filter_map(|i| usize::try_from(*i).ok()).collect();
     // NaN sorts before everything and compares with nothing: it would pass as the best and as a tie.
     if scores.iter().any(|s| s.is_nan()) || band.is_nan() {
         return Chosen::Unmeasured;

@@ -11,7 +11,7 @@
 //! least that of its row (which says what is ordinary) and 2 ulp. Rounding may shift a whole row together, so that a
 //! column's values are worth no more than its rows: of m rows, m decides the limit, and fewer than eight never decide.
 
-use ndarray::{Array2, ArrayView1};
+use ndarray::{Array2, ArrayView1, Axis};
 
 /// Slices smaller than this are shown and never decide.
 pub const LEAST_VALUES: usize = 32;
@@ -81,6 +81,14 @@ impl Floored {
     /// The same, with the floor of every value by itself.
     pub fn by_value<'a>(exact: Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Self {
         Floored { spread: Some(spreads(&exact, runs.clone())), ..Floored::new(exact, runs) }
+    }
+
+    /// The same of some rows alone.
+    #[must_use]
+    pub fn rows(&self, rows: &[usize]) -> Self {
+        let of = |values: &Array2<f64>| values.select(Axis(0), rows);
+        let sigma = rows.iter().map(|row| self.sigma[*row]).collect();
+        Floored { exact: of(&self.exact), sigma, spread: self.spread.as_ref().map(of) }
     }
 
     /// Error and floor of the first rows: each value against what is `expected` at its row and column, if anything.

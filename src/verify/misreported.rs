@@ -34,7 +34,8 @@ impl Misreported {
             return Ok(finding);
         }
         let place = finding.place;
-        let suspects = judge.inputs(place).unwrap_or_default().into_iter().filter(|input| self.bad.contains(input));
+        let reads = judge.reads(place, &|input| trace.ranks(input).is_some()).unwrap_or_default();
+        let suspects = reads.from.into_iter().filter(|input| self.bad.contains(input));
         let suspects: Vec<String> = suspects.map(|input| input.to_string()).collect();
         if let Some(mended) = self.mended.as_ref().filter(|_| !suspects.is_empty()) {
             let again = judge_op(judge, mended, place, subject)?;
@@ -63,7 +64,7 @@ fn mend(judge: &Judge<'_>, trace: &mut Trace, place: Place) -> Result<(), Unjudg
     let whole = trace.whole(place).map_err(|e| Unjudged::NoData(e.to_string()))?;
     let exact = {
         let seen = Seen::new(trace, 0);
-        judge.recompute(place, &|n| seen.get(n))?.exact
+        judge.recompute(place, &|n| seen.get(n))?.floored.exact
     };
     let own = |rank: usize| -> Vec<usize> {
         let mine = |j: &usize| owner(place.point, &whole.shape, trace.tp, *j).is_none_or(|r| r == rank);

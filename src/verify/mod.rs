@@ -17,6 +17,7 @@ mod misreported;
 pub mod op;
 pub mod param_map;
 pub mod patched_weights;
+pub mod producer;
 pub mod reference_run;
 pub mod replay;
 mod replicas;

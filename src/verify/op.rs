@@ -1,11 +1,13 @@
 //! Judging one operation of a trace: by ranks that see the same, by slices that decide, choices as sets with margins.
 
+use std::collections::BTreeSet;
+
 use lockstep_reference::{Eps, ParamKey, RefConfig, RefError};
 
 use super::choice::{Chosen, Sizes, row_of};
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
 use super::patched_weights::{PatchedWeights, Value};
-use super::replay::{Judge, Measured, Seen, Unjudged, classes, owner};
+use super::replay::{Judge, Measured, Reads, Seen, Unjudged, classes, owner};
 use super::{Subject, VerifyError};
 use crate::checkpoint::oracle::Raw;
 use crate::model::{Layout, Place, Point};
@@ -28,6 +30,10 @@ pub struct OpFinding {
     pub tokens: Vec<usize>,
     /// Evidence.
     pub detail: String,
+    /// Operations before it that were bridged, and are judged with it.
+    pub over: BTreeSet<Place>,
+    /// Judged rows that were left out: they hang on a choice that nobody captured.
+    pub unsure: BTreeSet<usize>,
 }
 
 impl Unjudged {
@@ -39,11 +45,26 @@ impl Unjudged {
             Unjudged::WrongShape(why) => (Verdict::Divergent, why),
             Unjudged::Failed(e) => return Err(e),
         };
-        Ok(OpFinding { place, verdict, rho: (0.0, 0.0), ranks: Vec::new(), tokens: Vec::new(), detail })
+        Ok(OpFinding { verdict, detail, ..OpFinding::of(place) })
     }
 }
 
 impl OpFinding {
+    /// Nothing yet.
+    pub(super) fn of(place: Place) -> Self {
+        let (ranks, tokens, over, unsure) = (Vec::new(), Vec::new(), BTreeSet::new(), BTreeSet::new());
+        OpFinding {
+            place,
+            verdict: Verdict::Unmeasured,
+            rho: (0.0, 0.0),
+            ranks,
+            tokens,
+            detail: String::new(),
+            over,
+            unsure,
+        }
+    }
+
     /// Where, for machines.
     pub(crate) fn data(&self) -> serde_json::Value {
         let OpFinding { place, ranks, tokens, .. } = self;
@@ -96,6 +117,10 @@ pub(crate) struct Slices {
     columns: Vec<(usize, usize, Energy)>,
     cosine: f64,
     worst: Option<(usize, usize, f64, f64)>,
+    /// Where it was read from, and what was bridged.
+    reads: Reads,
+    /// Judged rows that hang on a choice nobody captured.
+    unsure: BTreeSet<usize>,
 }
 
 fn decides(e: &Energy) -> bool {
@@ -116,10 +141,10 @@ impl Slices {
         only: Option<&[usize]>,
     ) -> Result<Slices, Unjudged> {
         let (judge, layout) = (judge.at(place.point), place.point.layout());
-        let mut places = judge.inputs(place).ok_or(Unjudged::NoSuchPoint)?;
+        let reads = judge.reads(place, &|input| trace.ranks(input).is_some()).ok_or(Unjudged::NoSuchPoint)?;
         let captured = captured(trace, place)?;
-        places.push(place);
-        let mut slices = Slices::default();
+        let places: Vec<Place> = reads.from.iter().copied().chain([place]).collect();
+        let mut slices = Slices { reads, ..Slices::default() };
         for class in classes(trace, &places) {
             let class: Vec<usize> = class.into_iter().filter(|r| only.is_none_or(|ranks| ranks.contains(r))).collect();
             let Some(&first) = class.first() else { continue };
@@ -136,9 +161,10 @@ impl Slices {
                     continue; // the sum of all ranks says nothing of some
                 }
             }
-            let floored = judge.recompute(place, &|n| seen.get(n))?;
+            let recomputed = judge.recompute(place, &|n| seen.get(n))?;
+            slices.unsure.extend(&recomputed.unsure);
             let whole = trace.seen_by(first, place).map_err(|e| Unjudged::NoData(e.to_string()))?;
-            let measured = judge.measured(&whole, floored)?;
+            let measured = judge.measured(&whole, recomputed)?;
             let known = layout == Layout::Partial && trace.tp > 1;
             let ranks: &[usize] = if known { &[] } else { &class };
             slices.add(&measured, ranks, |j| owner(place.point, &whole.shape, trace.tp, j));
@@ -186,6 +212,22 @@ impl Slices {
         all.max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(self.whole)
     }
 
+    /// What the operation stands for, if it is more than one, and what could not be judged for that.
+    fn span(&self) -> String {
+        let Reads { from, over } = &self.reads;
+        let mut said = String::new();
+        if !over.is_empty() {
+            let from: Vec<String> = from.iter().map(Place::to_string).collect();
+            let from = if from.is_empty() { "the token ids".into() } else { from.join(", ") };
+            said = format!("; a span of {} operations, from {from}", over.len() + 1);
+        }
+        if !self.unsure.is_empty() {
+            said +=
+                &format!("; {} rows left out, whose choices nobody captured are inside their band", self.unsure.len());
+        }
+        said
+    }
+
     fn finding(self, place: Place) -> OpFinding {
         let worst = self.deciding();
         let (rho, most) = (worst.rho(), limit(worst.m));
@@ -214,6 +256,7 @@ impl Slices {
         if self.whole.m < LEAST_VALUES {
             detail.push_str(&format!("; only {} values, decided as a whole", self.whole.m));
         }
+        detail.push_str(&self.span());
         if self.whole.undefined > 0 {
             detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
         }
@@ -225,7 +268,8 @@ impl Slices {
             let expected = if r.is_nan() { "a finite value".to_string() } else { format!("{r:.3e}") };
             detail.push_str(&format!("; token {token}, column {column}: {t:.3e}, expected {expected}"));
         }
-        OpFinding { place, verdict, rho: (rho, most), ranks, tokens, detail }
+        let (over, unsure) = (self.reads.over, self.unsure);
+        OpFinding { place, verdict, rho: (rho, most), ranks, tokens, detail, over, unsure }
     }
 }
 
@@ -273,32 +317,52 @@ fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -
     let sizes = Sizes::of(judge.config);
     let mut bad: Vec<String> = Vec::new();
     let (mut bad_ranks, mut bad_tokens, mut swapped) = (Vec::new(), Vec::new(), 0);
-    for class in classes(trace, &[judge.inputs(place).unwrap_or_default(), vec![place]].concat()) {
+    let reads = judge.reads(place, &|input| trace.ranks(input).is_some()).unwrap_or_default();
+    let mut unsure = BTreeSet::new();
+    for class in classes(trace, &reads.from.iter().copied().chain([place]).collect::<Vec<_>>()) {
         let seen = Seen::new(trace, class[0]);
-        let scores = judge.recompute(scores, &|n| seen.get(n))?;
+        let recomputed = judge.recompute(scores, &|n| seen.get(n))?;
+        let scores = &recomputed.floored;
+        unsure.extend(&recomputed.unsure);
         let chosen = trace.seen_by(class[0], place);
         let chosen = chosen.map_err(|_| Unjudged::NoData("not captured on every rank".into()))?;
-        for (i, t) in judge.rows.iter().enumerate() {
+        let mut outside = |token: usize, why: String| {
+            bad.push(format!("token {token}: {why}"));
+            bad_tokens.push(token);
+            bad_ranks.extend(&class);
+        };
+        // What is no choice at all is seen without scores, at every row.
+        for token in judge.every.iter().filter(|t| !judge.rows.contains(t)) {
+            let row = row_of(&chosen, *token);
+            let row = row.ok_or_else(|| Unjudged::NoData("fewer rows of choices than tokens".into()))?;
+            if let Some(why) = sizes.illegal(place.point, *token, scores.exact.ncols(), row) {
+                outside(*token, why);
+            }
+        }
+        for (i, t) in judge.rows.iter().enumerate().filter(|(_, t)| !recomputed.unsure.contains(t)) {
             let row =
                 row_of(&chosen, *t).ok_or_else(|| Unjudged::NoData("fewer rows of choices than tokens".into()))?;
             match sizes.judge(place.point, *t, scores.exact.row(i), scores.sigma[i], row) {
                 Chosen::Within(differences) => swapped += differences,
-                Chosen::Outside(why) => {
-                    bad.push(format!("token {t}: {why}"));
-                    bad_tokens.push(*t);
-                    bad_ranks.extend(&class);
-                }
+                Chosen::Outside(why) => outside(*t, why),
                 Chosen::Unmeasured => return Err(Unjudged::NoData("its scores are not numbers".into())),
             }
         }
+    }
+    if unsure.len() == judge.rows.len() {
+        return Err(Unjudged::NoData("every judged row hangs on an earlier choice that was not captured".into()));
     }
     bad_ranks.sort_unstable();
     bad_ranks.dedup();
     let verdict = if bad.is_empty() { Verdict::Match } else { Verdict::Divergent };
     let detail = match bad.first() {
-        None => format!("sets equal at {} rows but for {swapped} choices inside their band", judge.rows.len()),
-        Some(first) => format!("{} of {} rows chose wrongly; {first}", bad.len(), judge.rows.len()),
+        None => {
+            let rows = judge.rows.len() - unsure.len();
+            format!("sets equal at {rows} rows but for {swapped} choices inside their band")
+        }
+        Some(first) => format!("{} rows chose wrongly; {first}", bad.len()),
     };
     let rho = (if bad.is_empty() { 0.0 } else { f64::INFINITY }, 1.0); // sets agree or they do not
-    Ok(OpFinding { place, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail })
+    let over = reads.over;
+    Ok(OpFinding { place, verdict, rho, ranks: bad_ranks, tokens: bad_tokens, detail, over, unsure })
 }

@@ -12,18 +12,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_reference::model::forward_choosing;
-use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefError, RefOptions, Weights};
+use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefError, RefOptions, RefRecipe, Weights};
 use ndarray::{Array2, ArrayD};
 
 use super::VerifyError;
 use super::choice::{Chosen, Sizes, row_of};
 use super::feed::Fed;
 use super::floor::{self, Energy, Floored, limit};
-use super::param_map::recipe_of;
 use super::patched_weights::{Change, PatchedWeights};
 use crate::checkpoint::oracle::Raw;
 use crate::checkpoint::{Checkpoint, Naming};
-use crate::engine::{Attention, Recipe};
+use crate::engine::Attention;
 use crate::model::{Place, Point};
 use crate::probe::{Replacements, Trace};
 use crate::report::{Check, Progress, Verdict};
@@ -76,8 +75,8 @@ pub struct ReferenceRuns {
 }
 
 /// The variants that make the floor of a recipe at a tensor-parallel degree.
-pub fn recipe(recipe: Recipe, tp: usize) -> Vec<Arith> {
-    Arith::orders(recipe_of(recipe), tp)
+pub fn recipe(recipe: RefRecipe, tp: usize) -> Vec<Arith> {
+    Arith::orders(recipe, tp)
 }
 
 /// The eps that a checkpoint's own format implies: transformers fixes those of the latent norms for its checkpoints.
@@ -165,7 +164,9 @@ fn run(
     let own = ModelWeights::new(&raw, config);
     let patched = plan.change.map(|change| PatchedWeights::new(&own, change));
     let weights: &dyn Weights = patched.as_ref().map_or(&own, |patched| patched);
-    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false, expanded: false };
+    // PyTorch's engines make keys and values of every head before attention.
+    let expanded = plan.variants.iter().any(|arith| matches!(arith, Arith::F32(recipe, _) if recipe.is_torch()));
+    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false, expanded };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
         let forced = plan.choices.get(&name.parse().ok()?)?;
         ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()

@@ -1,14 +1,18 @@
 //! Judging operations one by one: the reference recomputes each from the target's own captured inputs, so errors do not
-//! travel, and the noise floor comes from runs of the recipe on the very same inputs.
+//! travel, and the noise floor comes from runs of the recipe on the very same inputs. What a foreign dump lacks is bridged:
+//! the operation is recomputed from the nearest points that were captured, and stands for all between.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
-use lockstep_reference::ndarray::{Array2, ArrayD, IxDyn};
+use lockstep_reference::ndarray::{Array2, ArrayD, Axis, IxDyn};
 use lockstep_reference::slice::ExpertSplit;
-use lockstep_reference::{Arith, RefConfig, RefOptions, ReplayError, Weights, inputs_of, partials, replay};
+use lockstep_reference::{
+    Arith, Bridge, RefConfig, RefOptions, ReplayError, Weights, inputs_of, partials, replay_bridging,
+};
 
 use super::VerifyError;
+use super::choice::Sizes;
 use super::floor::{Energy, Floored, LEAST_ROWS, LEAST_VALUES};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
@@ -114,6 +118,26 @@ pub struct Judge<'a> {
     pub rows: &'a [usize],
     /// All rows of the run: what becomes a key is judged at every one of them.
     pub every: &'a [usize],
+    /// Inputs that were not captured are made from what was.
+    pub bridges: bool,
+}
+
+/// What the reference makes of an operation's inputs.
+#[derive(Clone, Debug)]
+pub struct Recomputed {
+    /// The values and their floors, `[judged rows][values]`.
+    pub floored: Floored,
+    /// Which of the judged rows hang on a choice inside its band that nobody captured: they say nothing.
+    pub unsure: BTreeSet<usize>,
+}
+
+/// What an operation is recomputed from.
+#[derive(Clone, Debug, Default)]
+pub struct Reads {
+    /// Captured places.
+    pub from: BTreeSet<Place>,
+    /// Places between these and the operation, which were not captured.
+    pub over: BTreeSet<Place>,
 }
 
 /// Why an operation cannot be judged: no data is never a pass.
@@ -161,12 +185,28 @@ impl Judge<'_> {
         Some(names.iter().filter_map(|name| name.parse().ok()).collect())
     }
 
+    /// The places that `place` is recomputed from where only some were captured: its inputs, or what those are made from, as
+    /// far back as it takes. Beside them the ones between, which were not captured.
+    pub fn reads(&self, place: Place, captured: &dyn Fn(Place) -> bool) -> Option<Reads> {
+        let mut reads = Reads::default();
+        let mut open = self.inputs(place)?;
+        while let Some(input) = open.pop() {
+            if captured(input) || !self.bridges {
+                reads.from.insert(input);
+            } else if reads.over.insert(input) {
+                open.extend(self.inputs(input).unwrap_or_default());
+            }
+        }
+        Some(reads)
+    }
+
     /// The reference's values and floors for `place`, from what one rank sees.
     ///
     /// # Errors
     /// [`Unjudged`].
-    pub fn recompute(&self, place: Place, seen: &dyn Fn(&str) -> Option<ArrayD<f32>>) -> Result<Floored, Unjudged> {
-        for input in self.inputs(place).ok_or(Unjudged::NoSuchPoint)? {
+    pub fn recompute(&self, place: Place, seen: &dyn Fn(&str) -> Option<ArrayD<f32>>) -> Result<Recomputed, Unjudged> {
+        let reads = self.reads(place, &|input| seen(&input.to_string()).is_some()).ok_or(Unjudged::NoSuchPoint)?;
+        for input in reads.from {
             let array = seen(&input.to_string());
             let array = array.ok_or_else(|| Unjudged::NoData(format!("its input {input} was not captured")))?;
             // Masked scores are -inf by design; anything else that is not finite makes the operation unjudgeable.
@@ -176,16 +216,20 @@ impl Judge<'_> {
                 return Err(Unjudged::NoData(format!("its input {input} is not finite")));
             }
             // Zeros in give zeros out whatever the weights: such a match would say nothing.
-            if !input.point.is_choice() && !array.is_empty() && array.iter().all(|v| *v == 0.0) {
+            let rows = if input.point.is_key() { self.every } else { self.rows };
+            let judged =
+                rows.iter().filter(|row| **row < array.len_of(Axis(0))).map(|row| array.index_axis(Axis(0), *row));
+            if !input.point.is_choice() && !array.is_empty() && judged.flatten().all(|v| *v == 0.0) {
                 return Err(Unjudged::NoData(format!("its input {input} is all zeros")));
             }
         }
         let name = &place.to_string();
-        let run = |arith| {
-            let values = replay(self.config, self.weights, arith, self.options, name, seen, self.rows)?;
+        let run = |arith, bridge: &Bridge| {
+            let values =
+                replay_bridging(self.config, self.weights, arith, self.options, name, seen, self.rows, bridge)?;
             Ok(vec![values])
         };
-        Ok(self.floored(name, run)?.remove(0))
+        Ok(self.recomputed(place, seen, run)?.remove(0))
     }
 
     /// The reference's partial sums of every rank and their floors, for points that ranks add up.
@@ -197,39 +241,77 @@ impl Judge<'_> {
         place: Place,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
         tp: usize,
-    ) -> Result<Vec<Floored>, Unjudged> {
-        let name = &place.to_string();
-        let split = ExpertSplit::Tensor;
-        let run = |arith| partials(self.config, self.weights, arith, self.options, name, seen, self.rows, tp, split);
-        self.floored(name, run)
+    ) -> Result<Vec<Recomputed>, Unjudged> {
+        let (name, split) = (&place.to_string(), ExpertSplit::Tensor);
+        let run = |arith, bridge: &Bridge| {
+            let (c, w, rows) = (self.config, self.weights, self.rows);
+            partials(c, w, arith, self.options, name, seen, rows, tp, split, self.bridges.then_some(bridge))
+        };
+        self.recomputed(place, seen, run)
     }
 
     /// Every array that `run` gives in f64, with its floors from the runs in the recipe's orders.
-    fn floored(
+    fn recomputed(
         &self,
-        name: &str,
-        run: impl Fn(Arith) -> Result<Vec<ArrayD<f64>>, ReplayError>,
-    ) -> Result<Vec<Floored>, Unjudged> {
-        let rows = |a: ArrayD<f64>| {
-            let shape = (self.rows.len(), a.len() / self.rows.len().max(1));
-            Array2::from_shape_vec(shape, a.into_iter().collect()).map_err(|e| Unjudged::NoData(e.to_string()))
+        place: Place,
+        seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
+        run: impl Fn(Arith, &Bridge) -> Result<Vec<ArrayD<f64>>, ReplayError>,
+    ) -> Result<Vec<Recomputed>, Unjudged> {
+        // An operation without data is no reason to stop; weights that cannot be read are.
+        let known = |e| match e {
+            ReplayError::Weights(e) => VerifyError::Reference(format!("{place}: {e}")).into(),
+            e => Unjudged::NoData(e.to_string()),
         };
-        let run = |arith| match run(arith) {
-            Ok(arrays) => arrays.into_iter().map(rows).collect::<Result<Vec<_>, _>>(),
-            Err(ReplayError::Weights(e)) => Err(VerifyError::Reference(format!("{name}: {e}")).into()),
-            Err(e) => Err(Unjudged::NoData(e.to_string())),
+        // Only asked for inputs that `reads` found: what is to be bridged is not there.
+        let run = |arith, bridge: &Bridge| {
+            let arrays = run(arith, bridge).map_err(known)?;
+            arrays.into_iter().map(|a| self.as_rows(a)).collect::<Result<Vec<_>, _>>()
         };
-        let exact = run(Arith::Exact)?;
-        let runs = self.orders.iter().map(|arith| run(*arith)).collect::<Result<Vec<_>, _>>()?;
-        let floored = |(at, exact)| Floored::by_value(exact, runs.iter().map(|arrays| &arrays[at]));
-        Ok(exact.into_iter().enumerate().map(floored).collect())
+        let first = Bridge::default();
+        let exact = run(Arith::Exact, &first)?;
+        let bridges: Vec<Bridge> = self.orders.iter().map(|_| first.choosing_alike()).collect();
+        let runs = self.orders.iter().zip(&bridges).map(|(arith, bridge)| run(*arith, bridge));
+        let runs = runs.collect::<Result<Vec<_>, Unjudged>>()?;
+        let mut unsure = BTreeSet::new();
+        for (choice, rows) in first.choices() {
+            let Ok(choice) = choice.parse::<Place>() else { continue };
+            let Some(scores) = choice.point.scores().map(|scores| choice.at(scores).to_string()) else { continue };
+            let of = |arith, bridge: &Bridge| {
+                let (c, w, options) = (self.config, self.weights, self.options);
+                let values = replay_bridging(c, w, arith, options, &scores, seen, &rows, bridge).map_err(known)?;
+                Judge { rows: &rows, ..*self }.as_rows(values)
+            };
+            let exact = of(Arith::Exact, &first)?;
+            let runs = self.orders.iter().zip(&bridges).map(|(arith, bridge)| of(*arith, bridge));
+            let scored = Floored::new(exact, runs.collect::<Result<Vec<_>, Unjudged>>()?.iter());
+            // What a row of an earlier layer became is a key of all that follow.
+            let spreads = choice.layer() < place.layer() && rows.len() == self.every.len();
+            for (i, row) in rows.iter().enumerate() {
+                let near = Sizes::of(self.config).near_tie(choice.point, *row, scored.exact.row(i), scored.sigma[i]);
+                let hangs = |judged: &&usize| *judged == row || (spreads && *judged > row);
+                unsure.extend(self.rows.iter().filter(hangs).filter(|_| near));
+            }
+        }
+        let one = |(at, exact)| Recomputed {
+            floored: Floored::by_value(exact, runs.iter().map(|arrays| &arrays[at])),
+            unsure: unsure.clone(),
+        };
+        Ok(exact.into_iter().enumerate().map(one).collect())
     }
 
-    /// Puts target and reference side by side at the judged rows; the target's are cut to the reference's width.
+    /// Values of the judged rows as a matrix.
+    fn as_rows(&self, values: ArrayD<f64>) -> Result<Array2<f64>, Unjudged> {
+        let shape = (self.rows.len(), values.len() / self.rows.len().max(1));
+        Array2::from_shape_vec(shape, values.into_iter().collect()).map_err(|e| Unjudged::NoData(e.to_string()))
+    }
+
+    /// Puts target and reference side by side at the judged rows that are sure; the target's are cut to the reference's
+    /// width.
     ///
     /// # Errors
-    /// [`Unjudged::WrongShape`].
-    pub fn measured(&self, found: &Captured, floored: Floored) -> Result<Measured, Unjudged> {
+    /// [`Unjudged::WrongShape`]; no row that is sure.
+    pub fn measured(&self, found: &Captured, recomputed: Recomputed) -> Result<Measured, Unjudged> {
+        let Recomputed { floored, unsure } = recomputed;
         let (values, stride, width) = (found.as_f32(), found.row_len(), floored.exact.ncols());
         // Only a padded vocabulary may be wider than the reference's row.
         let fits = stride == width || (found.place == Place::LOGITS && stride > width);
@@ -237,9 +319,15 @@ impl Judge<'_> {
             let found = format!("found {stride} in {} rows", found.rows);
             return Err(Unjudged::WrongShape(format!("expected {width} values per row, {found}")));
         }
-        let target = |(i, j)| f64::from(values[self.rows[i] * stride + j]);
-        let target = Array2::from_shape_fn((self.rows.len(), width), target);
-        Ok(Measured { rows: self.rows.to_vec(), target, floored })
+        let sure: Vec<usize> = (0..self.rows.len()).filter(|i| !unsure.contains(&self.rows[*i])).collect();
+        if sure.is_empty() {
+            let why = "every judged row hangs on a choice that was not captured, and that is inside its band";
+            return Err(Unjudged::NoData(why.into()));
+        }
+        let rows: Vec<usize> = sure.iter().map(|i| self.rows[*i]).collect();
+        let target = Array2::from_shape_fn((rows.len(), width), |(i, j)| f64::from(values[rows[i] * stride + j]));
+        let floored = if unsure.is_empty() { floored } else { floored.rows(&sure) };
+        Ok(Measured { rows, target, floored })
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
+use lockstep_reference::RefRecipe;
+
 use super::VerifyError;
 use super::asks::Ask;
 use super::feed::{Fed, Feed, Listen, feed};
 use super::sense;
 use crate::checkpoint::Checkpoint;
 use crate::engine::kv::PAGE;
-use crate::engine::{Attention, Engine, EngineError, Engines, Lent, Options, Recipe};
+use crate::engine::{Attention, Engine, EngineError, Engines, Lent, Options};
 use crate::probe::Trace;
 use crate::probe::capture::Filter;
 
@@ -20,8 +22,8 @@ pub struct Subject {
     pub baseline: Option<Arc<Checkpoint>>,
     /// Makes the engines under test.
     pub engines: Box<dyn Engines>,
-    /// How the run under judgement multiplies: the engines' recipe, or a dump's. Floors are those of this recipe.
-    pub recipe: Recipe,
+    /// How the run under judgement computes: the engines' recipe, or a dump's. Floors are those of this recipe.
+    pub recipe: RefRecipe,
     /// Ranks.
     pub tp: usize,
     /// What queries attend to.

@@ -4,14 +4,13 @@
 use crate::common::subject::{Silent, show, subject};
 use crate::common::{GLM5_NANO, PICO, golden, lockstep, run};
 use lockstep::checkpoint::oracle::Raw;
-use lockstep::engine::Recipe;
 use lockstep::model::{Place, Point};
 use lockstep::probe::dump::{self, Meta};
 use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Subject, activations, logits};
-use lockstep_reference::{Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, forward};
+use lockstep_reference::{Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefRecipe, forward};
 
 /// A run of one rank in the fast recipe, as an engine would show it.
 fn fast(of: &Subject) -> Trace {
@@ -32,7 +31,7 @@ fn fast(of: &Subject) -> Trace {
         };
         seen.push(Captured { place, rows, shape, values });
     };
-    let arith = Arith::F32(lockstep_reference::RefRecipe::Fast, Order::Blocks(7));
+    let arith = Arith::F32(RefRecipe::Fast, Order::Blocks(7));
     forward(&config, &weights, &of.ids, arith, RefOptions { dense: false, mtp: false, expanded: false }, &mut sink)
         .expect("runs");
     Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![seen])
@@ -42,7 +41,7 @@ fn strict(of: &Subject) -> Trace {
     run_prompt(&mut of.engine().expect("an engine"), &of.ids, points_of(None)).expect("runs").0
 }
 
-fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, StageReport) {
+fn judged(target: Trace, recipe: RefRecipe, of: Subject) -> (Subject, StageReport) {
     let of = Subject { target: Some(target), recipe, ..of };
     let report = activations::run(&of, &Silent).expect("runs");
     (of, report)
@@ -52,19 +51,19 @@ fn judged(target: Trace, recipe: Recipe, of: Subject) -> (Subject, StageReport) 
 fn a_run_is_judged_by_its_own_recipe() {
     for (model, tokens) in [(GLM5_NANO, 72), (PICO, 40)] {
         let plain = || subject(model, 1, tokens);
-        let (of, report) = judged(fast(&plain()), Recipe::Fast, plain());
+        let (of, report) = judged(fast(&plain()), RefRecipe::Fast, plain());
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
         let report = logits::run(&of, &Silent).expect("runs");
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
         // bf16 keeps 8 bits where f32 keeps 24: far outside the strict floors, at every product with weights.
-        let (_, report) = judged(fast(&plain()), Recipe::Strict, plain());
+        let (_, report) = judged(fast(&plain()), RefRecipe::Strict, plain());
         let bad = bad(&report);
         for op in ["attn.q_a", "attn.q_absorbed", "attn.context", "attn.out", "ffn.hidden", "ffn.out"] {
             assert!(bad.contains(&format!("layers.0.{op}").as_str()), "{model}: {op} in {bad:?}");
         }
         let left_alone = ["norm", "attn.latent", "index_scores", "router_logits", "residual", "layers.0.output"];
         assert!(!bad.iter().any(|b| left_alone.iter().any(|l| b.ends_with(l))), "{model}: {bad:?}");
-        let (_, report) = judged(strict(&plain()), Recipe::Strict, plain());
+        let (_, report) = judged(strict(&plain()), RefRecipe::Strict, plain());
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
     }
 }
@@ -85,13 +84,13 @@ fn a_rounded_router_is_a_fault_of_the_fast_recipe() {
         .expect("read");
     let x =
         ndarray::Array2::from_shape_vec((40, c.hidden), norms.iter().map(|v| f64::from(*v)).collect()).expect("rows");
-    let rounding = Arith::F32(lockstep_reference::RefRecipe::Fast, Order::Sequential);
+    let rounding = Arith::F32(RefRecipe::Fast, Order::Sequential);
     let rounded = lockstep_reference::ops::linear(rounding, &x, &router);
     damaged.values = Values::F32(rounded.iter().map(|v| *v as f32).collect());
     let mut whole = Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![vec![damaged]]);
     let rest = places_but(&target, place);
     whole.extend(Trace::new(String::new(), of.ids.clone(), of.attention, vec![rest]));
-    let (_, report) = judged(whole, Recipe::Fast, of);
+    let (_, report) = judged(whole, RefRecipe::Fast, of);
     let check = report.checks.iter().find(|c| c.name == place.to_string()).expect("judged");
     assert_eq!(check.verdict, Verdict::Divergent, "{}", show(&report));
 }
@@ -122,7 +121,7 @@ fn one_column_is_found_among_many() {
     let run = fast(&of());
     let sigma = |change: f32| {
         let target = altered(&run, Place::LOGITS, |j, v| if j == 1000 { v + change } else { v });
-        let (_, report) = judged(target, Recipe::Fast, of());
+        let (_, report) = judged(target, RefRecipe::Fast, of());
         let found: Vec<String> = bad(&report).iter().map(ToString::to_string).collect();
         (found, report)
     };
@@ -138,12 +137,12 @@ fn one_column_is_found_among_many() {
 fn a_strict_run_that_claims_to_be_fast_is_held_to_what_it_can() {
     let of = many_rows;
     let (run, place) = (strict(&of()), Place::trunk(1, Point::Context));
-    let (_, clean) = judged(run.clone(), Recipe::Fast, of());
+    let (_, clean) = judged(run.clone(), RefRecipe::Fast, of());
     assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
     assert!(clean.summary.contains("the dump says fast, but holds strict's floors"), "{}", clean.summary);
     let head = run.ranks(place).expect("captured")[0].row_len() / of().checkpoint.config().heads;
     let target = altered(&run, place, |j, v| if j / head == 1 { 1.01 * v } else { v });
-    let (altered_subject, report) = judged(target, Recipe::Fast, of());
+    let (altered_subject, report) = judged(target, RefRecipe::Fast, of());
     // The next operation was made from the right values: it does not fit the altered ones, but is not to blame.
     assert_eq!(bad(&report), ["layers.1.attn.context"], "{}", show(&report));
     let next = report.checks.iter().find(|c| c.name == "layers.1.attn.out").expect("judged");
@@ -156,7 +155,7 @@ fn a_strict_run_that_claims_to_be_fast_is_held_to_what_it_can() {
     // Where the next operation is wrong as well, nothing acquits it.
     let target = altered_subject.target.as_ref().expect("a dump");
     let both = altered(target, Place::trunk(1, Point::AttnOut), |j, v| if j < 64 { 1.01 * v } else { v });
-    let (_, report) = judged(both, Recipe::Fast, of());
+    let (_, report) = judged(both, RefRecipe::Fast, of());
     assert_eq!(bad(&report), ["layers.1.attn.context", "layers.1.attn.out"], "{}", show(&report));
 }
 
@@ -182,8 +181,9 @@ fn a_dump_says_its_recipe_and_is_judged_by_it() {
     dumped("fast").exits(0).says(r#""recipe": "fast""#);
     dumped("strict").exits(1).says(r#""recipe": "strict""#);
     let unknown = dumped("bf16-everywhere").exits(1);
-    unknown.says(r#""recipe": "strict""#);
-    assert!(unknown.stderr.contains("recipe \"bf16-everywhere\" is unknown"), "{}", unknown.stderr);
+    unknown.says(r#""recipe": "torch-f32""#);
+    let said = "is \"bf16-everywhere\", which is unknown here; its values are those of torch-f32";
+    assert!(unknown.stderr.contains(said), "{}", unknown.stderr);
 }
 
 #[test]

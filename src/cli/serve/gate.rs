@@ -15,6 +15,7 @@ use crate::cli::subject::{prompt, sample_rows};
 use crate::cli::{CliError, Exit};
 use crate::engine::{Backend, Engine, EngineError, Engines, Lent, Options};
 use crate::report::{StageReport, Verdict};
+use crate::verify::param_map::recipe_of;
 use crate::verify::{Subject, sense};
 
 /// Rows that are judged.
@@ -102,7 +103,7 @@ pub fn run(asked: Asked, told: &Told) -> Result<Passed, CliError> {
     let layers = checkpoint.config().layers;
     let some = [0, checkpoint.config().dense_layers.min(layers - 1), layers / 2, layers - 1];
     let subject = Subject {
-        recipe: lender.makes.backend().recipe(),
+        recipe: recipe_of(lender.makes.backend().recipe()),
         engines: Box::new(Lending(lender.clone())),
         baseline: None,
         tp,

@@ -26,7 +26,8 @@ const MOST_TO_ASK: f64 = 4.0;
 pub(super) const LEAST_OVER_SKIP: f64 = 0.5;
 /// A repair that gains so much of the loss leaves no better one to look for.
 const ALL: f64 = 0.95;
-/// Leaving half a layer out must gain this share of the loss.
+/// Leaving half a layer out must gain this share of the loss; of a loss that is plausible as it is, what a repair must
+/// gain: coarse weights everywhere make a layer that is better left out.
 const LEAST_OF_SKIP: f64 = 0.05;
 
 /// The texts of a set: tokens of each, and what a unigram model loses on them.
@@ -90,9 +91,10 @@ impl Scale {
     /// True if leaving half a layer out says that the fault is there.
     pub(super) fn places(&self, before: &[f64], after: &[f64]) -> bool {
         let (loss, left) = (self.loss(before), self.loss(after));
+        let share = if loss <= PLAUSIBLE { LEAST_SHARE } else { LEAST_OF_SKIP };
         self.is_enough()
             && self.agrees(before, after)
-            && loss - left >= LEAST_GAIN.max(LEAST_OF_SKIP * loss)
+            && loss - left >= LEAST_GAIN.max(share * loss)
             && left < self.unigram
     }
 }
@@ -142,6 +144,14 @@ mod tests {
 
     fn nats(per_token: f64, texts: usize) -> Vec<f64> {
         (0..texts).map(|i| per_token * 22.0 * (1.0 + 0.01 * i as f64)).collect()
+    }
+
+    /// Coarse weights make a layer that is better left out; the loss is plausible all the same.
+    #[test]
+    fn a_place_that_a_plausible_loss_hides_must_be_most_of_it() {
+        let places = |before: f64, after: f64| scale(10).places(&nats(before, 10), &nats(after, 10));
+        assert!(places(3.0, 2.7) && !places(3.0, 2.9));
+        assert!(places(0.30, 0.01) && !places(0.29, 0.24) && !places(0.07, 0.06));
     }
 
     #[test]

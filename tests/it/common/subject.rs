@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
-use lockstep::engine::{Attention, CpuBackend, Engines, Recipe};
+use lockstep::engine::{Attention, CpuBackend, Engines};
 use lockstep::report::{Check, Progress, StageReport, Verdict};
 use lockstep::verify::{Subject, sense};
+use lockstep_reference::RefRecipe;
 
 use super::running::open;
 
@@ -34,7 +35,7 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
         checkpoint,
         baseline: None,
         engines: Box::new(CpuBackend::default()),
-        recipe: Recipe::Strict,
+        recipe: RefRecipe::Strict,
         tp,
         attention: Attention::Dsa,
         ids,

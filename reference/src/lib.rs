@@ -22,6 +22,7 @@ pub mod recipe;
 pub mod replay;
 pub mod slice;
 pub mod source;
+pub mod variant;
 pub mod weights;
 
 /// The arrays that captured values and results travel in.
@@ -37,4 +38,5 @@ pub use points::{RefOptions, inputs_of, partial_inputs_of, points};
 pub use recipe::{Half, RefRecipe};
 pub use replay::{ReplayError, partials, replay, replay_bridging};
 pub use source::{Format, Meta, RawModel, RawTensor};
+pub use variant::Variant;
 pub use weights::{ModelWeights, ParamKey, Weights};

@@ -98,6 +98,14 @@ pub fn rope(
     y
 }
 
+/// Halves of the part put pair by pair: (i, i + width / 2) becomes (2i, 2i + 1).
+pub fn paired(x: &Array3<f64>, part: Range<usize>) -> Array3<f64> {
+    let half = part.len() / 2;
+    let from = |i: usize| part.start + i / 2 + i % 2 * half;
+    let place = |j: usize| if part.contains(&j) { from(j - part.start) } else { j };
+    Array3::from_shape_fn(x.dim(), |(t, h, j)| x[[t, h, place(j)]])
+}
+
 /// position * theta^(-power). PyTorch makes it in f32: the power, its reciprocal and the product are rounded, and how well
 /// the power is computed hangs on the device.
 fn angle(a: Arith, position: f64, theta: f64, power: f64) -> f64 {
@@ -134,6 +142,27 @@ pub fn value_up(a: Arith, latent: ArrayView3<'_, f64>, v_b: &Array3<f32>) -> Arr
 /// Indexer scores s\[t, u\] = sum over heads of w\[t, h\] relu(q\[t, h\] . k\[u\]), minus infinity where u is later
 /// than the query. `rows` are the tokens that the rows of `q` and `w` belong to; the result is \[rows, keys\].
 pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>, rows: &[usize]) -> Array2<f64> {
+    scores(a, q, k, (w, |v| if v < 0.0 { 0.0 } else { v }), rows) // NaN stays NaN
+}
+
+/// The same without relu, as a mistake has it.
+pub fn index_scores_without_relu(
+    a: Arith,
+    q: &Array3<f64>,
+    k: &Array2<f64>,
+    w: &Array2<f64>,
+    rows: &[usize],
+) -> Array2<f64> {
+    scores(a, q, k, (w, |v| v), rows)
+}
+
+fn scores(
+    a: Arith,
+    q: &Array3<f64>,
+    k: &Array2<f64>,
+    (w, relu): (&Array2<f64>, fn(f64) -> f64),
+    rows: &[usize],
+) -> Array2<f64> {
     let mut scores = Array2::from_elem((rows.len(), k.nrows()), f64::NEG_INFINITY);
     // Autocast takes these products for ones with weights.
     let held = |v: f64| if is_autocast(a) { Half::Bf16.round(v) } else { v };
@@ -141,7 +170,7 @@ pub fn index_scores(a: Arith, q: &Array3<f64>, k: &Array2<f64>, w: &Array2<f64>,
     for (i, &t) in rows.iter().enumerate() {
         let visible = k.slice(s![..=t, ..]);
         let mut hits = a.dots(q.index_axis(Axis(0), i).mapv(held).view(), visible);
-        hits.mapv_inplace(|v| held(if v < 0.0 { 0.0 } else { v })); // NaN stays NaN
+        hits.mapv_inplace(|v| held(relu(v)));
         let sums = a.dots(w.slice(s![i..=i, ..]).mapv(held).view(), hits.t());
         scores.slice_mut(s![i, ..=t]).assign(&sums.row(0).mapv(held));
     }
@@ -355,12 +384,11 @@ pub fn expert_weights(a: Arith, p: &Array2<f64>, ids: &[Vec<usize>], normalise: 
 /// types store the sum, or every addend and every step of it.
 pub fn mix_experts(a: Arith, weights: &Array2<f64>, y: &Array3<f64>) -> Array2<f64> {
     let mut out = Array2::zeros((y.dim().0, y.dim().2));
-    let by_steps =
-        a.recipe().is_some_and(|(recipe, order)| matches!(recipe, RefRecipe::TorchHalf(_)) && order.is_plain());
+    let by_steps = a.recipe().is_some_and(|(recipe, order)| recipe.narrow().is_some() && order.is_plain());
     for (t, y) in y.outer_iter().enumerate() {
         if by_steps {
             for (weight, y) in weights.row(t).iter().zip(y.rows()) {
-                out.row_mut(t).zip_mut_with(&y, |sum, v| *sum = a.store(*sum + a.store(weight * v)));
+                out.row_mut(t).zip_mut_with(&y, |sum, v| *sum = a.store(*sum + a.product(weight * v)));
             }
         } else {
             let sum = a.dots(weights.slice(s![t..=t, ..]), y.t());

@@ -3,9 +3,10 @@
 //! and expects.
 
 use crate::config::RefConfig;
+use crate::variant::Variant;
 
 /// How the model is run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RefOptions {
     /// Attend to every earlier key instead of the indexer's choice; the indexer does not run.
     pub dense: bool,
@@ -13,6 +14,8 @@ pub struct RefOptions {
     pub mtp: bool,
     /// Keys and values of every head are made from the latents before attention, as engines do that do not absorb.
     pub expanded: bool,
+    /// A mistake that replays make; whole runs make none.
+    pub variant: Option<Variant>,
 }
 
 /// Where a point lies.

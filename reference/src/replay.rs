@@ -8,7 +8,7 @@ use ndarray::{Array2, Array3, ArrayD, Axis, s};
 
 use crate::arith::Arith;
 use crate::bridge::Bridge;
-use crate::config::RefConfig;
+use crate::config::{RefConfig, RopeStyle};
 use crate::error::RefError;
 use crate::experts;
 use crate::model::{flat, heads, index_weights};
@@ -16,6 +16,7 @@ use crate::names::RefParam;
 use crate::ops;
 use crate::points::{RefOptions, Site, parse, partial_inputs_of, row_shape};
 use crate::slice::{ExpertSplit, Placement, Split, placement};
+use crate::variant::Variant;
 use crate::weights::Weights;
 
 /// Why an operation cannot be recomputed.
@@ -174,8 +175,21 @@ impl Replay<'_> {
         };
         let rope = |x: Array3<f64>, start: usize| {
             let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
-            ops::rope(a, &x, start..start + c.rope, &self.positions(), c.rope_theta, style)
+            let (part, theta) = (start..start + c.rope, c.rope_theta);
+            match self.options.variant {
+                Some(Variant::Unrotated) => x,
+                Some(Variant::HalvesPaired) => {
+                    let turned = ops::rope(a, &x, part.clone(), &self.positions(), theta, RopeStyle::HalfSplit);
+                    ops::paired(&turned, part)
+                }
+                _ => ops::rope(a, &x, part, &self.positions(), theta, style),
+            }
         };
+        let times = |x: Array2<f64>, variant: fn(Variant) -> Option<f64>| {
+            let factor = self.options.variant.and_then(variant);
+            factor.map_or(x.clone(), |factor| x.mapv(|v| a.store(v * factor)))
+        };
+        let addend = |x| times(x, |v| if let Variant::Addend(factor) = v { Some(factor) } else { None });
         let wide = |x: Array2<f64>| Ok(x.into_dyn());
         match op {
             "embed" => wide(self.embedding(&(0..c.vocab))?),
@@ -212,7 +226,9 @@ impl Replay<'_> {
                 Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, RefParam::KB)?).into_dyn())
             }
             "attn.index_q" => {
-                let q = heads(linear("attn.q_a_norm", RefParam::IndexQB)?, c.index_heads);
+                let before_norm = self.options.variant == Some(Variant::IndexBeforeNorm);
+                let input = if before_norm { "attn.q_a" } else { "attn.q_a_norm" };
+                let q = heads(linear(input, RefParam::IndexQB)?, c.index_heads);
                 Ok(rope(q, 0).into_dyn())
             }
             "attn.index_k" => {
@@ -225,7 +241,11 @@ impl Replay<'_> {
                 let q = heads(self.own("attn.index_q")?, c.index_heads);
                 let k = self.whole(&self.name("attn.index_k"))?;
                 self.check_rows(k.nrows())?;
-                wide(ops::index_scores(a, &q, &k, &self.own("attn.index_weights")?, self.rows))
+                let score = match self.options.variant {
+                    Some(Variant::IndexWithoutRelu) => ops::index_scores_without_relu,
+                    _ => ops::index_scores,
+                };
+                wide(score(a, &q, &k, &self.own("attn.index_weights")?, self.rows))
             }
             "attn.index_topk" => wide(ops::index_top_k(&self.own("attn.index_scores")?, self.rows, c.top_k)),
             "attn.latent" => self.latent(),
@@ -235,7 +255,7 @@ impl Replay<'_> {
                 Ok(ops::value_up(a, latent.view(), &*w.heads(at, RefParam::VB)?).into_dyn())
             }
             "attn.out" => wide(linear("attn.context", RefParam::O)?),
-            "residual" => wide(ops::add(a, &self.own("input")?, &self.own("attn.out")?)),
+            "residual" => wide(ops::add(a, &self.own("input")?, &addend(self.own("attn.out")?))),
             "ffn.norm" => wide(norm(self.own("residual")?, RefParam::FfnNorm, c.eps)?),
             "ffn.router_logits" => {
                 wide(ops::router_logits(a, &self.own("ffn.norm")?, &*w.matrix(at, RefParam::Router)?))
@@ -246,7 +266,10 @@ impl Replay<'_> {
             }
             "ffn.expert_ids" => wide(ops::choose_experts(&self.own("ffn.choice_scores")?, c.experts_used)),
             "ffn.expert_weights" => {
-                let p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
+                let mut p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
+                if self.options.variant == Some(Variant::BiasInWeights) {
+                    p = ops::choice_scores(a, &p, &*w.vector(at, RefParam::RouterBias)?, 1, 1);
+                }
                 wide(ops::expert_weights(a, &p, &self.expert_ids()?, c.normalise_weights, c.routed_scale))
             }
             "ffn.hidden" => match at.filter(|&n| c.is_moe(n)) {
@@ -256,14 +279,20 @@ impl Replay<'_> {
                     wide(ops::swiglu(a, &self.own("ffn.norm")?, &gate, &up))
                 }
             },
-            "ffn.routed" => wide(self.routed(|_| 0..c.moe_ffn)?),
+            "ffn.routed" => {
+                let routed = |v| if let Variant::Routed(factor) = v { Some(factor) } else { None };
+                wide(times(self.routed(|_| 0..c.moe_ffn)?, routed))
+            }
             "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
             "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => match self.reduced()? {
                 Some(sum) => wide(sum),
-                None => wide(ops::add(a, &self.own("ffn.routed")?, &self.own("ffn.shared")?)),
+                None => {
+                    let shared = |v| if let Variant::Shared(times) = v { Some(times) } else { None };
+                    wide(ops::add(a, &self.own("ffn.routed")?, &times(self.own("ffn.shared")?, shared)))
+                }
             },
             "ffn.out" => wide(linear("ffn.hidden", RefParam::Down)?),
-            "output" => wide(ops::add(a, &self.own("residual")?, &self.own("ffn.out")?)),
+            "output" => wide(ops::add(a, &self.own("residual")?, &addend(self.own("ffn.out")?))),
             "final_norm" => match self.site {
                 Site::Mtp => wide(norm(self.own("output")?, RefParam::MtpHeadNorm, c.eps)?),
                 _ => {
@@ -282,7 +311,8 @@ impl Replay<'_> {
             Err(ReplayError::Missing { .. }) => Ok(None),
             found => found.map(Some),
         };
-        let Some(layer) = self.site.layer(self.c).filter(|_| self.a.reduces()) else { return Ok(None) };
+        let as_usual = !matches!(self.options.variant, Some(Variant::Shared(_)));
+        let Some(layer) = self.site.layer(self.c).filter(|_| self.a.reduces() && as_usual) else { return Ok(None) };
         let (hidden, weights) = (found(self.own("ffn.hidden"))?, found(self.own("ffn.expert_weights"))?);
         let (Some(hidden), Some(weights)) = (hidden, weights) else { return Ok(None) };
         let hidden = heads(hidden, self.c.experts_used + self.c.shared_experts);
@@ -351,7 +381,10 @@ impl Replay<'_> {
     }
 
     fn softmax_scale(&self) -> f64 {
-        ((self.c.nope + self.c.rope) as f64).powf(-0.5)
+        match self.options.variant {
+            Some(Variant::SoftmaxScale(scale)) => scale,
+            _ => ((self.c.nope + self.c.rope) as f64).powf(-0.5),
+        }
     }
 
     /// The cache's rows, latents and rotated keys, and which of them each row asked for attends to.
@@ -407,7 +440,9 @@ impl Replay<'_> {
 
     /// Positions of the rows asked for: MTP row t stands at position t + 1.
     fn positions(&self) -> Vec<usize> {
-        self.rows.iter().map(|t| t + usize::from(self.site == Site::Mtp)).collect()
+        let off = if let Some(Variant::Position(off)) = self.options.variant { off } else { 0 };
+        let off = off + i64::from(self.site == Site::Mtp);
+        self.rows.iter().map(|t| t.saturating_add_signed(off as isize)).collect()
     }
 
     fn check_rows(&self, rows: usize) -> Result<(), ReplayError> {

@@ -90,7 +90,7 @@ impl Weights for Hashed {
 }
 
 const IDS: [u32; 9] = [5, 80, 2, 2, 61, 7, 33, 90, 12];
-const SPARSE: RefOptions = RefOptions { dense: false, mtp: true, expanded: false };
+const SPARSE: RefOptions = RefOptions { dense: false, mtp: true, expanded: false, variant: None };
 
 fn run(c: &RefConfig, a: Arith, options: RefOptions) -> (Vec<String>, HashMap<String, ArrayD<f64>>) {
     let (mut names, mut values) = (Vec::new(), HashMap::new());
@@ -129,7 +129,7 @@ fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
     // Captured f32 values lose nothing of a run that holds f32 values, so each operation must give exactly what the run
     // had.
     let c = tiny_config();
-    for options in [SPARSE, RefOptions { dense: true, mtp: true, expanded: false }] {
+    for options in [SPARSE, RefOptions { dense: true, mtp: true, expanded: false, variant: None }] {
         for a in [RefRecipe::Strict, RefRecipe::Fast].into_iter().flat_map(|recipe| Arith::orders(recipe, 2)) {
             let (names, values) = run(&c, a, options);
             for name in names {
@@ -168,7 +168,7 @@ fn replay_reads_exactly_the_inputs_it_names() {
 #[test]
 fn f32_orders_differ_and_stay_near_the_truth() {
     let c = tiny_config();
-    let dense = RefOptions { dense: true, mtp: false, expanded: false };
+    let dense = RefOptions { dense: true, mtp: false, expanded: false, variant: None };
     let truth = &run(&c, Arith::Exact, dense).1["layers.0.output"];
     let runs: Vec<_> = Arith::orders(RefRecipe::Strict, 2)
         .into_iter()
@@ -203,7 +203,7 @@ fn shared_layers_reuse_the_last_full_choice() {
 fn dense_equals_sparse_while_all_keys_fit() {
     let c = RefConfig { top_k: IDS.len(), ..tiny_config() };
     let sparse = run(&c, Arith::Exact, SPARSE).1;
-    let dense = run(&c, Arith::Exact, RefOptions { dense: true, mtp: true, expanded: false }).1;
+    let dense = run(&c, Arith::Exact, RefOptions { dense: true, mtp: true, expanded: false, variant: None }).1;
     assert_eq!(sparse["logits"], dense["logits"]);
     let short = run(&tiny_config(), Arith::Exact, SPARSE).1;
     assert_ne!(short["logits"], dense["logits"]);
@@ -333,7 +333,7 @@ fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
 #[test]
 fn forced_choices_are_gone_on_with_and_own_ones_are_shown() {
     let c = tiny_config();
-    let options = RefOptions { dense: false, mtp: false, expanded: false };
+    let options = RefOptions { dense: false, mtp: false, expanded: false, variant: None };
     let (_, own) = run(&c, Arith::Exact, options);
     let force = |choices: &dyn Fn(&str) -> Option<ArrayD<f32>>| {
         let mut values = HashMap::new();

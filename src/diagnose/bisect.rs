@@ -25,7 +25,7 @@ use crate::verify::feed::{Feed, Listen, feed};
 use crate::verify::floor::{Energy, LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
 use crate::verify::param_map::reference_of;
-use crate::verify::replay::{Measured, Seen, Unjudged};
+use crate::verify::replay::{Measured, Unjudged};
 use crate::verify::subject::points_of;
 use crate::verify::{Subject, VerifyError, file};
 
@@ -136,11 +136,7 @@ fn region(op: &OpContext<'_>) -> Result<String, Unjudged> {
     if op.place.point.is_choice() {
         return Ok("the choice itself".into());
     }
-    let rank = op.ranks.first().copied().unwrap_or(0);
-    let seen = Seen::new(op.trace, rank);
-    let recomputed = op.judge.recompute(op.place, &|n| seen.get(n))?;
-    let whole = op.trace.seen_by(rank, op.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
-    let measured = op.judge.measured(&whole, recomputed)?;
+    let measured = op.measured()?;
     let width = measured.target.ncols();
     let (unit, size) = match op.place.point.unit() {
         Unit::Head => ("head", width / op.model.heads),
@@ -239,7 +235,7 @@ fn explain(
                 let blame = match alter {
                     Alter::Weights(_) => Blame::Data,
                     Alter::Config(_) => Blame::Configuration,
-                    Alter::Options(_) | Alter::Missing(_) => Blame::Operation,
+                    Alter::Options(_) | Alter::Missing(_) | Alter::Orders(_) => Blame::Operation,
                 };
                 let (fit, overturned_by) = (Fit { rho, limit: most }, overturn);
                 fits.push(Explanation { kind, site, statement, ranks, fit, blame, by_bytes, overturned_by });

@@ -7,16 +7,22 @@ use std::ops::Range;
 use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
 use lockstep_reference::weights::file_tensor;
-use lockstep_reference::{ParamKey, RawTensor, RefConfig, RefError, RefOptions, RefParam};
+use lockstep_reference::{
+    Arith, Half, Order, ParamKey, RawTensor, RefConfig, RefError, RefOptions, RefParam, RefRecipe, Variant,
+};
 
 use crate::checkpoint::oracle::Raw;
+use crate::model::place::Unit;
 use crate::model::{Config, Place, Point};
 use crate::probe::Trace;
-use crate::verify::VerifyError;
-use crate::verify::op::Slices;
+use crate::report::Verdict;
+use crate::verify::choice::row_of;
+use crate::verify::floor::Energy;
+use crate::verify::op::{Slices, judge_choice};
 use crate::verify::param_map::reference_of;
 use crate::verify::patched_weights::{Value, value_of};
-use crate::verify::replay::{Judge, Unjudged};
+use crate::verify::replay::{Judge, Measured, Seen, Unjudged};
+use crate::verify::{VerifyError, producer};
 
 /// An operation that diverges, and everything to explain it with.
 pub struct OpContext<'a> {
@@ -46,6 +52,8 @@ pub enum Alter<'a> {
     Config(Box<RefConfig>),
     /// What these ranks add to the sum over ranks that the operation is: nothing.
     Missing(Vec<usize>),
+    /// The arithmetic.
+    Orders(Vec<Arith>),
 }
 
 /// An explanation.
@@ -151,6 +159,75 @@ impl<'a> OpContext<'a> {
         Split { tp: self.trace.tp, rank, experts: ExpertSplit::Tensor }
     }
 
+    /// The operation's values at the judged rows beside the truth, as the first rank that diverges sees them.
+    ///
+    /// # Errors
+    /// [`Unjudged`].
+    pub fn measured(&self) -> Result<Measured, Unjudged> {
+        let (rank, judge) = (self.ranks.first().copied().unwrap_or(0), self.judge.at(self.place.point));
+        let seen = Seen::new(self.trace, rank);
+        let recomputed = judge.recompute(self.place, &|n| seen.get(n))?;
+        let whole = self.trace.seen_by(rank, self.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
+        judge.measured(&whole, recomputed)
+    }
+
+    /// By what the addend of a sum of two is multiplied, if the sum is wrong by that alone, to four digits.
+    pub fn addend_factor(&self) -> Option<f64> {
+        let whole = self.measured().ok()?;
+        let none = RefOptions { variant: Some(Variant::Addend(0.0)), ..self.judge.options };
+        let judge = Judge { options: none, ..*self.judge };
+        let rest =
+            OpContext { judge: &judge, over: self.over.clone(), ranks: self.ranks.clone(), ..*self }.measured().ok()?;
+        let (mut dot, mut size) = (0.0, 0.0);
+        for ((t, e), x) in whole.target.iter().zip(&whole.floored.exact).zip(&rest.floored.exact) {
+            dot += (t - x) * (e - x);
+            size += (e - x).powi(2);
+        }
+        let factor = dot / size;
+        let digits = 10f64.powi(3 - factor.abs().log10().floor() as i32);
+        let rounded = (factor * digits).round() / digits;
+        (rounded.is_finite() && rounded != 1.0).then_some(rounded)
+    }
+
+    /// Heads or experts that are not what they should be, where the result shows single ones: heads of a result that has
+    /// them, experts by the tokens that use them.
+    pub fn bad_units(&self, experts: bool, units: usize) -> Option<Vec<usize>> {
+        let measured = self.measured().ok()?;
+        let width = measured.target.ncols();
+        if !experts {
+            let headed = matches!(self.place.point.unit(), Unit::Head | Unit::IndexHead)
+                || (self.place.point == Point::Context && width.is_multiple_of(units));
+            let size = width / units.max(1);
+            let bad = |u: &usize| measured.energies(|j| j / size == *u).iter().sum::<Energy>().share() > 1.0;
+            return headed.then(|| (0..units).filter(bad).collect());
+        }
+        let chosen = self.trace.ranks(self.place.at(Point::ExpertIds))?;
+        let rows: Vec<(usize, Energy)> = measured.rows.iter().copied().zip(measured.energies(|_| true)).collect();
+        let uses = |row: usize, unit: usize| row_of(chosen[0], row).is_some_and(|ids| ids.contains(&(unit as i32)));
+        let bad = |unit: &usize| {
+            let mut of = rows.iter().filter(|(row, _)| uses(*row, *unit)).peekable();
+            of.peek().is_some() && of.all(|(_, e)| e.share() > 1.0)
+        };
+        Some((0..units).filter(bad).collect())
+    }
+
+    /// How many were chosen at a choice, where no row chose more and it is not as many as should be.
+    pub fn most_chosen(&self) -> Option<usize> {
+        let captured = self.trace.ranks(self.place).filter(|_| self.place.point.is_choice())?;
+        let count = |row: usize| row_of(captured[0], row).map(|ids| ids.iter().filter(|id| **id >= 0).count());
+        (0..captured[0].rows).filter_map(count).max().filter(|k| *k > 0)
+    }
+
+    /// The half type that all of the operation's values have, if they have one.
+    pub fn stored_in(&self) -> Option<Half> {
+        producer::half_of(self.trace.ranks(self.place)?.into_iter())
+    }
+
+    /// True if the run's recipe stores what it computes in this type.
+    pub fn stores(&self, half: Half) -> bool {
+        self.judge.orders.contains(&Arith::F32(RefRecipe::TorchHalf(half), Order::Sequential))
+    }
+
     /// Recomputes the operation, and the others that the hypothesis must explain, and compares what diverging ranks hold
     /// in the very slices that decided: the residual with the largest share of its limit. `None` without data.
     ///
@@ -188,7 +265,12 @@ impl<'a> OpContext<'a> {
         match &hypothesis.alter {
             Alter::Options(options) => judge.options = *options,
             Alter::Config(config) => judge.config = config,
+            Alter::Orders(orders) => judge.orders = orders,
             Alter::Weights(_) | Alter::Missing(_) => {}
+        }
+        if place.point.is_choice() {
+            let found = judge_choice(&judge, self.trace, place, &change)?;
+            return Ok(Slices::of_choice(found.verdict == Verdict::Match));
         }
         let silent = match &hypothesis.alter {
             // Every rank's part of such a sum is linear in what the rank holds of the inputs.

@@ -90,7 +90,7 @@ pub(crate) fn judge_op(
     subject: &Subject,
 ) -> Result<OpFinding, VerifyError> {
     let found = match place.point.scores() {
-        Some(scores) => judge_choice(judge, trace, place, place.at(scores)),
+        Some(_) => judge_choice(judge, trace, place, &unchanged),
         None => judge_values(judge, trace, place, subject),
     };
     found.or_else(|why| why.finding(place))
@@ -171,6 +171,17 @@ impl Slices {
             slices.nonfinite(&whole, judge.rows);
         }
         Ok(slices)
+    }
+
+    /// What stands for a choice that is right, or is not.
+    pub fn of_choice(right: bool) -> Slices {
+        let whole = Energy {
+            m: LEAST_VALUES,
+            floor: 1.0,
+            misplaced: if right { 0 } else { LEAST_VALUES },
+            ..Energy::default()
+        };
+        Slices { whole, ..Slices::default() }
     }
 
     /// Adds values that belong to `ranks`: columns with an owner to it alone, the others to each of them.
@@ -312,7 +323,13 @@ fn documented_disagreement(
 }
 
 /// Choices are compared as sets with margins: see [`choice`](super::choice).
-fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -> Result<OpFinding, Unjudged> {
+pub(crate) fn judge_choice(
+    judge: &Judge<'_>,
+    trace: &Trace,
+    place: Place,
+    change: &RankChange<'_>,
+) -> Result<OpFinding, Unjudged> {
+    let scores = place.at(place.point.scores().ok_or(Unjudged::NoSuchPoint)?);
     captured(trace, place)?;
     let sizes = Sizes::of(judge.config);
     let mut bad: Vec<String> = Vec::new();
@@ -321,6 +338,9 @@ fn judge_choice(judge: &Judge<'_>, trace: &Trace, place: Place, scores: Place) -
     let mut unsure = BTreeSet::new();
     for class in classes(trace, &reads.from.iter().copied().chain([place]).collect::<Vec<_>>()) {
         let seen = Seen::new(trace, class[0]);
+        let of_rank = |key: ParamKey| change(class[0], key);
+        let weights = PatchedWeights::new(judge.weights, &of_rank);
+        let judge = Judge { weights: &weights, ..*judge };
         let recomputed = judge.recompute(scores, &|n| seen.get(n))?;
         let scores = &recomputed.floored;
         unsure.extend(&recomputed.unsure);

@@ -52,6 +52,14 @@ enum Storage {
     F32,
 }
 
+/// The half type that every one of these values has.
+pub fn half_of<'a>(all: impl Iterator<Item = &'a Captured>) -> Option<Half> {
+    match storage(all)? {
+        Storage::Half(half) => Some(half),
+        Storage::F32 => None,
+    }
+}
+
 fn narrowest(trace: &Trace, points: &[Point]) -> Option<Storage> {
     let places = trace.places().into_iter().filter(|place| points.contains(&place.point) && place.layer().is_some());
     storage(places.filter_map(|place| trace.ranks(place)).flatten())

@@ -166,7 +166,7 @@ fn run(
     let weights: &dyn Weights = patched.as_ref().map_or(&own, |patched| patched);
     // PyTorch's engines make keys and values of every head before attention.
     let expanded = plan.variants.iter().any(|arith| matches!(arith, Arith::F32(recipe, _) if recipe.is_torch()));
-    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false, expanded };
+    let options = RefOptions { dense: plan.attention == Attention::Dense, mtp: false, expanded, variant: None };
     let choices = |name: &str| -> Option<ArrayD<f32>> {
         let forced = plan.choices.get(&name.parse().ok()?)?;
         ArrayD::from_shape_vec(vec![forced.rows, forced.row_len()], forced.as_f32()).ok()

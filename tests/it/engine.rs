@@ -48,7 +48,7 @@ fn reference_logits(checkpoint: &Checkpoint, ids: &[u32], arith: Arith) -> Vec<V
             logits = rows.collect();
         }
     };
-    let options = RefOptions { dense: false, mtp: false, expanded: false };
+    let options = RefOptions { dense: false, mtp: false, expanded: false, variant: None };
     forward(&config, &weights, ids, arith, options, &mut sink).expect("runs");
     logits
 }

@@ -18,7 +18,7 @@ use safetensors::SafeTensors;
 
 /// What storing a value in f32 may cost, relative; the relative L2 norm of many such errors is no larger.
 const STORED: f64 = 1.0 / (1 << 24) as f64;
-const SPARSE: RefOptions = RefOptions { dense: false, mtp: true, expanded: false };
+const SPARSE: RefOptions = RefOptions { dense: false, mtp: true, expanded: false, variant: None };
 
 /// One run of a model: its emitted points, in f64.
 struct Run<'a> {
@@ -248,8 +248,13 @@ fn dense_attention_is_another_model_past_top_k() {
     let (raw, goldens) = (Raw(source.source()), Goldens::read(OF_NANO_LONG));
     let config = RefConfig::from_raw(&raw, Eps::File).expect("config");
     let top_k = config.top_k;
-    let dense =
-        run(&raw, &goldens.ids(), config, Arith::Exact, RefOptions { dense: true, mtp: false, expanded: false });
+    let dense = run(
+        &raw,
+        &goldens.ids(),
+        config,
+        Arith::Exact,
+        RefOptions { dense: true, mtp: false, expanded: false, variant: None },
+    );
     let golden = &goldens.reals["blk.5.layer_out"];
     let value = &dense.values["layers.5.output"];
     let (mut within, mut beyond) = (0, 0);

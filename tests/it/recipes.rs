@@ -32,8 +32,15 @@ fn fast(of: &Subject) -> Trace {
         seen.push(Captured { place, rows, shape, values });
     };
     let arith = Arith::F32(RefRecipe::Fast, Order::Blocks(7));
-    forward(&config, &weights, &of.ids, arith, RefOptions { dense: false, mtp: false, expanded: false }, &mut sink)
-        .expect("runs");
+    forward(
+        &config,
+        &weights,
+        &of.ids,
+        arith,
+        RefOptions { dense: false, mtp: false, expanded: false, variant: None },
+        &mut sink,
+    )
+    .expect("runs");
     Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![seen])
 }
 

@@ -4,11 +4,12 @@ use lockstep_reference::RefOptions;
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
 use crate::faults::operations::DSA_INACTIVE;
-use crate::model::Point;
+
+use super::operation::attends;
 
 /// Attention over all keys.
 pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
-    if op.place.point != Point::Latent || op.judge.options.dense {
+    if !attends(op) || op.judge.options.dense {
         return Vec::new();
     }
     let top_k = op.judge.config.top_k;

@@ -5,9 +5,13 @@ mod dsa_inactive;
 mod dtype_reinterpret;
 mod kv_b_layout;
 mod name_map;
+mod operation;
+mod other_layer;
 mod reduce_missed;
+mod rounded;
 mod shard_order;
 mod shard_placement;
+mod unit_order;
 
 use super::hypothesis::{Hypothesis, OpContext};
 
@@ -15,7 +19,7 @@ use super::hypothesis::{Hypothesis, OpContext};
 pub type Explain = for<'a> fn(&'a OpContext<'a>) -> Vec<Hypothesis<'a>>;
 
 /// Every kind that explains something, in the catalogue's order.
-pub const EXPLANATIONS: [Explain; 8] = [
+pub const EXPLANATIONS: [Explain; 12] = [
     shard_order::hypotheses,
     kv_b_layout::hypotheses,
     name_map::hypotheses,
@@ -24,4 +28,8 @@ pub const EXPLANATIONS: [Explain; 8] = [
     config_value::hypotheses,
     shard_placement::hypotheses,
     reduce_missed::hypotheses,
+    operation::hypotheses,
+    unit_order::hypotheses,
+    other_layer::hypotheses,
+    rounded::hypotheses,
 ];

@@ -1,0 +1,1 @@
+def from_llama_cpp(): pass

@@ -229,7 +229,7 @@ class Transformers:
     def _expert_hidden(self, n, mlp):
         """Inner values of the experts: the second product's input, per expert or for all, and which rows it has."""
         c, slots = self.c, self.config.num_experts_per_tok
-        state = {}
+        state = {"hidden": None, "shared": None}
 
         def begin(*_):
             state.update(calls=0, rows=None, hidden=None)
@@ -262,7 +262,7 @@ class Transformers:
     def _hidden(self, n, routed, shared):
         """The chosen experts' inner values with the shared ones' behind them; several shared experts are one module."""
         width = 0 if routed is None else routed.shape[-1] // self.config.num_experts_per_tok
-        if width and shared.shape[-1] % width == 0:
+        if width and shared is not None and shared.shape[-1] % width == 0:
             self.c.keep(n, "ffn.hidden", torch.cat((routed, shared), dim=-1), width)
 
     def _best_first(self, n):

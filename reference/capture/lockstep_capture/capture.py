@@ -39,6 +39,9 @@ def attach(model, engine=None, rank=None, tp=None, layers=None, only=None, name=
     return Capture(model, engines[engine], rank, tp, layers, only, name)
 
 
+PASS, BEHIND, DONE = range(3)
+
+
 class Watch(TorchFunctionMode):
     """Shows every torch call to the module that is running: the values between modules have no other handle."""
 
@@ -67,22 +70,26 @@ class Capture:
         if not self.layers <= self.modules.keys():
             raise CaptureError(f"layers {sorted(self.layers - self.modules.keys())} are not in this model")
         self.values, self.ids, self.positions, self.mask, self.autocast = {}, None, None, None, None
-        self.done, self.stack, self.undo, self.notes = False, [], [], {}
+        self.stage, self.stack, self.undo, self.notes = PASS, [], [], {}
         self.watch = Watch(self.stack)
         self.entered = False
         # The pass begins and ends with the part of the model that has the layers; logits follow behind it.
         self.hook(self.body, self._begin, self._end)
+        self.hook(self.body, self._again, behind=True)
+        # A pass that fails is left, too.
+        self.undo.append(self.body.register_forward_hook(lambda *_: self._leave(), always_call=True).remove)
         self.hook(self.body.embed_tokens, self._tokens)
         self.engine = engine(self)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def hook(self, module, before=None, after=None):
-        """`before(module, args, kwargs)`, `after(module, args, kwargs, output)`, both only during the first pass."""
+    def hook(self, module, before=None, after=None, behind=False):
+        """`before(module, args, kwargs)`, `after(module, args, kwargs, output)`, both only during the first pass, or
+        `behind` it: logits come when the layers are through."""
 
         def guarded(function):
             def run(*args):
-                if not self.done:
+                if self.stage == (BEHIND if behind else PASS):
                     self.watch.own = True
                     try:
                         function(*args)
@@ -131,6 +138,12 @@ class Capture:
 
     def _end(self, *_):
         self._leave()
+        if self.ids is not None:
+            self.stage = BEHIND
+
+    def _again(self, *_):
+        """A second pass begins: the first one had no logits, or they have come."""
+        self.stage = DONE
 
     def _leave(self):
         if self.entered:
@@ -167,7 +180,7 @@ class Capture:
 
     def keep(self, layer, point, value, width=None):
         """Keeps a copy of a point's rows: later writes in place do not reach it."""
-        if self.done or value is None or not self.wants(layer, point):
+        if self.stage == DONE or value is None or not self.wants(layer, point):
             return
         value = self.rows(point, value)
         if width:
@@ -180,6 +193,11 @@ class Capture:
         if not (value.shape[:2] == (1, n) or value.shape[0] == n):
             raise CaptureError(f"{what}: {list(value.shape)} is not one row for each of {n} tokens")
         return value.detach().to("cpu", copy=True).reshape(n, -1).clone()
+
+    def part_of_logits(self, logits, vocab):
+        """This rank's part of gathered logits: the vocabulary padded to a multiple of 64 x tp, and cut."""
+        padded = -(-vocab // (64 * self.tp)) * 64 * self.tp
+        return torch.nn.functional.pad(logits[..., :vocab], (0, padded - vocab)).chunk(self.tp, dim=-1)[self.rank]
 
     def get(self, layer, point):
         return self.values.get(f"layers.{layer}.{point}")
@@ -198,7 +216,7 @@ class Capture:
             self.engine.finish()
         finally:
             self.detach()
-            self.done = True
+            self.stage = DONE
         values, ids = self._trimmed()
         missing = self._missing(values)
         write.write(out, self.rank, self.tp, values, self._description(ids), timeout)

@@ -61,7 +61,7 @@ class Transformers:
         c.hook(body.norm, after=lambda _m, _a, _k, out: c.keep(None, "final_norm", out))
         c.hook(body.rotary_emb, before=self._positions)
         if hasattr(c.model, "lm_head"):
-            c.hook(c.model.lm_head, after=self._logits)
+            c.hook(c.model.lm_head, after=self._logits, behind=True)
         for n, layer in c.modules.items():
             for point, (path, side) in LAYER.items():
                 module = layer
@@ -134,11 +134,9 @@ class Transformers:
         if out.shape[-2] != len(c.ids):
             c.note("logits", f"the head saw {out.shape[-2]} of {len(c.ids)} rows: call the model without logits_to_keep")
             return
-        if out.shape[-1] == vocab:  # gathered, or one rank: every rank writes its part of the padded rows
-            padded = -(-vocab // (64 * c.tp)) * 64 * c.tp
-            out = torch.nn.functional.pad(out, (0, padded - vocab)).chunk(c.tp, dim=-1)[c.rank]
+        if out.shape[-1] == vocab:
+            out = c.part_of_logits(out, vocab)
         c.keep(None, "logits", out)
-        c.done = True
 
     def _rotary(self):
         """Wraps the function that rotates, wherever the attention's class finds it."""

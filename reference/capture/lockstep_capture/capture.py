@@ -248,7 +248,7 @@ class Capture:
             if points.short(name) == "attn.index_scores":
                 value = _masked(value[:, kept])
             elif points.short(name) == "attn.index_topk":
-                value = _ascending(place[value.long()], self.config.index_topk)
+                value = ascending(place[value.long()], self.config.index_topk)
             values[name] = value
         return values, self.ids[kept].tolist()
 
@@ -316,7 +316,7 @@ def _masked(scores):
     return scores.masked_fill(later & (scores <= -6e4), float("-inf"))
 
 
-def _ascending(chosen, width):
+def ascending(chosen, width):
     """Chosen keys ascending, -1 behind the last, `width` of them. Keys later than the row are masked in any case."""
     rows = torch.arange(len(chosen), dtype=torch.int32).unsqueeze(-1)
     none = torch.iinfo(torch.int32).max

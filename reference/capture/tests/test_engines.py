@@ -1,4 +1,4 @@
-"""The hooks on small trees of vLLM's and SGLang's: `python -m unittest discover reference/capture`."""
+"""The hooks on small trees of vLLM's and SGLang's: `python -m unittest discover reference/capture/tests`."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import tempfile
 import threading
 import unittest
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
 try:
     import torch
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""The hooks on a small random GlmMoeDsa: `python -m unittest discover reference/capture`."""
+"""The hooks on a small random GlmMoeDsa: `python -m unittest discover reference/capture/tests`."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import sys
 import tempfile
 import unittest
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
 try:
     import torch
     import transformers

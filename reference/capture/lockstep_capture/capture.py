@@ -61,7 +61,7 @@ class Capture:
     """What `attach` gives. `save` writes the dump and takes the hooks away."""
 
     def __init__(self, model, engine, rank, tp, layers, only, name):
-        self.model, self.config, self.rank, self.tp, self.name = model, model.config, rank, tp, name
+        self.model, self.rank, self.tp, self.name = model, rank, tp, name
         self.config = getattr(model.config, "text_config", model.config)
         self.only = re.compile(only) if only else None
         self.body = next(m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens"))
@@ -163,14 +163,20 @@ class Capture:
 
     # -- values --------------------------------------------------------------------------------------------------
 
+    def reads(self, layer, point):
+        """Whether the kept layers have the point, or read it from another layer: the stream, a shared choice of keys."""
+        if layer is None or layer in self.layers:
+            return True
+        if point == "output":
+            return layer + 1 in self.layers
+        return point == "attn.index_topk" and any(self.source(n) == layer for n in self.layers)
+
+    def asked(self, name):
+        """Whether the dump is to have it. What is not asked for is kept none the less: others are made with it."""
+        return self.only is None or self.only.search(name) is not None
+
     def wants(self, layer, point):
-        name = point if layer is None else f"layers.{layer}.{point}"
-        read = layer is None or layer in self.layers
-        if layer is not None and not read:
-            # What the kept layers read from others: the stream, and a shared choice of keys.
-            read = point == "output" and layer + 1 in self.layers
-            read = read or point == "attn.index_topk" and any(self.source(n) == layer for n in self.layers)
-        return read and (self.only is None or self.only.search(name) is not None)
+        return self.reads(layer, point) and self.asked(point if layer is None else f"layers.{layer}.{point}")
 
     def source(self, layer):
         """The layer whose indexer chooses the keys of `layer`."""
@@ -180,7 +186,7 @@ class Capture:
 
     def keep(self, layer, point, value, width=None):
         """Keeps a copy of a point's rows: later writes in place do not reach it."""
-        if self.stage == DONE or value is None or not self.wants(layer, point):
+        if self.stage == DONE or value is None or not self.reads(layer, point):
             return
         value = self.rows(point, value)
         if width:
@@ -244,6 +250,8 @@ class Capture:
         place[:n][kept] = torch.arange(count, dtype=torch.int32)
         values = {}
         for name, value in self.values.items():
+            if not self.asked(name):
+                continue
             value = value[kept]
             if points.short(name) == "attn.index_scores":
                 value = _masked(value[:, kept])

@@ -147,6 +147,19 @@ class Transformers(unittest.TestCase):
         types = [stored[f"layers.1.{p}"] for p in ("input", "attn.q_a", "attn.q_a_norm", "attn.index_scores")]
         self.assertEqual(types, ["f32", "bf16", "f32", "bf16"])
 
+    def test_points_that_are_made_with_others_need_not_be_asked_for_with_them(self):
+        model = self.model()
+        _, whole, _ = self.dump(model)
+        self.setUp()
+        capture = lockstep_capture.attach(model, layers=[2], only=r"attn\.q$|expert_ids|index_topk")
+        with torch.no_grad():
+            model(input_ids=self.ids, use_cache=False)
+        _, some, _ = self.save(capture)
+        # The keys of layer 2 are layer 1's choice.
+        self.assertEqual(set(some), {"layers.1.attn.index_topk", "layers.2.attn.q", "layers.2.ffn.expert_ids"})
+        for name, value in some.items():
+            self.assertTrue(torch.equal(value, whole[name]), name)
+
     def test_padding_is_cut(self):
         model = self.model()
         for layer in model.model.layers[:2]:

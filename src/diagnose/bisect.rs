@@ -20,10 +20,11 @@ use crate::report::bisection::{Bisection, Blame, Culprit, Explanation, FileFault
 use crate::report::json::Number;
 use crate::report::table::ranges;
 use crate::report::{Progress, Verdict};
-use crate::verify::activations::{judge_all, sparse_activity};
+use crate::verify::activations::sparse_activity;
 use crate::verify::feed::{Feed, Listen, feed};
 use crate::verify::floor::{Energy, LEAST_VALUES, limit};
 use crate::verify::op::OpFinding;
+use crate::verify::operations::judge_all;
 use crate::verify::param_map::reference_of;
 use crate::verify::replay::{Measured, Unjudged};
 use crate::verify::subject::points_of;
@@ -74,32 +75,26 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
     }
     let raw = &Raw(subject.checkpoint.source());
     let mut seen: Vec<OpFinding> = Vec::new();
-    judge_all(subject, progress, &mut |judge, finding, trace| {
-        found.judged += usize::from(!matches!(finding.verdict, Verdict::NotApplicable | Verdict::Unmeasured));
-        found.unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
-        if finding.verdict != Verdict::Divergent {
-            seen.push(finding);
-            return Ok(());
+    judge_all(subject, progress, &mut |judge, all, trace| {
+        let first = first_that_matters(&all).filter(|_| found.culprit.is_none());
+        for (i, finding) in all.into_iter().enumerate() {
+            found.judged += usize::from(!matches!(finding.verdict, Verdict::NotApplicable | Verdict::Unmeasured));
+            found.unmeasured += usize::from(finding.verdict == Verdict::Unmeasured);
+            if finding.verdict != Verdict::Divergent {
+                seen.push(finding);
+            } else if first != Some(i) {
+                found.others.push(finding.place.to_string());
+            } else {
+                let ranks = match finding.ranks.is_empty() {
+                    true => (0..trace.tp).collect(),
+                    false => finding.ranks.clone(),
+                };
+                let (model, place, over) = (subject.checkpoint.config(), finding.place, finding.over.clone());
+                let op = OpContext { raw, model, judge, trace, place, over, ranks };
+                let region = Unjudged::or_none(region(&op))?.unwrap_or_else(|| "unknown".into());
+                found.culprit = Some(explain(subject, &op, finding, region, progress)?);
+            }
         }
-        if found.culprit.is_some() {
-            found.others.push(finding.place.to_string());
-            return Ok(());
-        }
-        let ranks = match finding.ranks.is_empty() {
-            true => (0..trace.tp).collect(),
-            false => finding.ranks.clone(),
-        };
-        let op = OpContext {
-            raw,
-            model: subject.checkpoint.config(),
-            judge,
-            trace,
-            place: finding.place,
-            over: finding.over.clone(),
-            ranks,
-        };
-        let region = Unjudged::or_none(region(&op))?.unwrap_or_else(|| "unknown".into());
-        found.culprit = Some(explain(subject, &op, finding, region, progress)?);
         Ok(())
     })?;
     let sparse = sparse_activity(subject, &seen);
@@ -111,6 +106,20 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
         (None, ..) => drift.chain([sparse.verdict, Verdict::Match]).max().unwrap_or(Verdict::Unmeasured),
     };
     Ok(Bisection { sparse_attention: Some(sparse.detail), ..found })
+}
+
+/// A share of its limit up to which a hit is near it, and how much grosser one behind it must be to come first.
+const NEAR: f64 = 3.0;
+const GROSS: f64 = 100.0;
+
+/// The first operation that diverges; one that is near its limit does not outrank a gross one behind it, which it cannot
+/// explain.
+fn first_that_matters(all: &[OpFinding]) -> Option<usize> {
+    let share = |f: &OpFinding| f.rho.0 / f.rho.1;
+    let diverging = || all.iter().enumerate().filter(|(_, f)| f.verdict == Verdict::Divergent);
+    let (first, near) = diverging().next()?;
+    let gross = diverging().find(|(_, f)| share(near) < NEAR && share(f) > GROSS * share(near));
+    Some(gross.map_or(first, |(i, _)| i))
 }
 
 /// Runs the same input three times on one engine and says where the bits part.

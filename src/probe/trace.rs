@@ -53,6 +53,11 @@ impl Trace {
         Trace { held, producer: self.producer.clone(), ids: self.ids.clone(), ..*self }
     }
 
+    /// The same run with other captures; what becomes nothing is left out.
+    pub(crate) fn map(&self, of: impl Fn(&Captured) -> Option<Captured>) -> Trace {
+        self.each(|_, captured| of(captured))
+    }
+
     /// The same run as if only the places that a test accepts had been listened to.
     pub fn only(&self, wanted: impl Fn(Place) -> bool) -> Trace {
         self.each(|_, captured| wanted(captured.place).then(|| captured.clone()))

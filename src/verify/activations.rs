@@ -1,24 +1,13 @@
 //! Stage `activations`: is every operation of every layer right? Judged by replay and the noise floor.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-
-use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions, RefRecipe};
 
 use super::choice::row_of;
-use super::feed::{Feed, Listen, feed};
-use super::misreported::Misreported;
-use super::op::{OpFinding, judge_op};
-use super::reference_run::own_eps;
-use super::replay::Judge;
-use super::replicas;
-use super::subject::points_of;
+use super::op::OpFinding;
+use super::operations::judge_all;
 use super::{Subject, VerifyError};
-use crate::checkpoint::oracle::Raw;
 use crate::engine::Attention;
-use crate::model::{Block, Config, Layout, Place, Point};
-use crate::probe::Trace;
-use crate::probe::capture::Filter;
+use crate::model::{Place, Point};
 use crate::report::{Check, Progress, Reach, StageReport, Verdict};
 
 /// Runs the stage.
@@ -31,20 +20,25 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     }
     let mut findings = Vec::new();
     let mut experts: BTreeSet<(Place, i32)> = BTreeSet::new();
-    let floors = judge_all(subject, progress, &mut |judge, finding, trace| {
-        let place = finding.place;
-        if place.point == Point::Hidden && matches!(finding.verdict, Verdict::Match | Verdict::Divergent) {
-            let chosen = trace.ranks(place.at(Point::ExpertIds)).and_then(|ranks| ranks.first().copied());
-            let of_row = |row: &usize| chosen.and_then(|ids| row_of(ids, *row)).unwrap_or_default();
-            experts.extend(judge.rows.iter().flat_map(of_row).map(|id| (place, *id)));
+    let mut captured = BTreeSet::new();
+    let floors = judge_all(subject, progress, &mut |judge, found, trace| {
+        for finding in &found {
+            let place = finding.place;
+            captured.extend(trace.ranks(place).map(|_| place));
+            if place.point == Point::Hidden && matches!(finding.verdict, Verdict::Match | Verdict::Divergent) {
+                let chosen = trace.ranks(place.at(Point::ExpertIds)).and_then(|ranks| ranks.first().copied());
+                let of_row = |row: &usize| chosen.and_then(|ids| row_of(ids, *row)).unwrap_or_default();
+                experts.extend(judge.rows.iter().flat_map(of_row).map(|id| (place, *id)));
+            }
         }
-        findings.push(finding);
+        findings.extend(found);
         Ok(())
     })?;
     let made = findings.iter().filter(|f| f.verdict != Verdict::NotApplicable).count();
     // What a dump lacks it mostly lacks in every layer: one line for each point.
     let mut lacking: BTreeMap<(Point, Verdict), usize> = BTreeMap::new();
-    let captured = |f: &&OpFinding| subject.target.as_ref().is_none_or(|trace| trace.ranks(f.place).is_some());
+    let captured =
+        |f: &&OpFinding| subject.target.is_none() || captured.contains(&f.place) || f.verdict == Verdict::Drift;
     for finding in findings.iter().filter(|f| !captured(f)) {
         *lacking.entry((finding.place.point, finding.verdict)).or_default() += 1;
     }
@@ -115,199 +109,4 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
         (Verdict::Match, format!("active: {judged} layers judged at {sparse_rows} rows beyond top-k {top_k}"))
     };
     Check::new("sparse attention", verdict, detail)
-}
-
-/// Every operation's finding, in the order of the forward pass.
-///
-/// # Errors
-/// As [`run`].
-pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFinding>, VerifyError> {
-    let mut all = Vec::new();
-    judge_all(subject, progress, &mut |_, finding, _| {
-        all.push(finding);
-        Ok(())
-    })?;
-    Ok(all)
-}
-
-/// Receives an operation's finding, with its judge and the run that it is of.
-pub(crate) type Found<'a> = dyn FnMut(&Judge<'_>, OpFinding, &Trace) -> Result<(), VerifyError> + 'a;
-
-/// Hands out every operation's finding, in the order of the forward pass, and returns whose floors judged.
-pub(crate) fn judge_all(
-    subject: &Subject,
-    progress: &dyn Progress,
-    each: &mut Found<'_>,
-) -> Result<RefRecipe, VerifyError> {
-    let recipe = match subject.target.is_some() && subject.recipe == RefRecipe::Fast {
-        true => held(subject, progress)?,
-        false => subject.recipe,
-    };
-    judge_by(subject, recipe, progress, each)?;
-    Ok(recipe)
-}
-
-/// Products with weights of a dump that must be within strict's floors before all are held to these.
-const HELD: f64 = 0.75;
-
-/// A dump's word chooses its floors, and a wider one would excuse what is not rounding: a dump that says fast, but whose
-/// products with weights, in which alone the two differ, mostly hold strict's floors, was computed strictly and is judged
-/// so.
-fn held(subject: &Subject, progress: &dyn Progress) -> Result<RefRecipe, VerifyError> {
-    let (mut judged, mut within) = (0usize, 0usize);
-    let config = subject.checkpoint.config();
-    judge_by(subject, RefRecipe::Strict, progress, &mut |_, finding, _| {
-        let product = multiplies(finding.place, config);
-        let good = matches!(finding.verdict, Verdict::Match | Verdict::Drift);
-        judged += usize::from(product && (good || finding.verdict == Verdict::Divergent));
-        within += usize::from(product && good);
-        Ok(())
-    })?;
-    let strict = judged > 0 && within as f64 >= HELD * judged as f64;
-    Ok(if strict { RefRecipe::Strict } else { RefRecipe::Fast })
-}
-
-/// True for products with stored weights, whose operand `fast` rounds.
-fn multiplies(place: Place, config: &Config) -> bool {
-    use Point::*;
-    let other = matches!(place.point, Embed | ENorm | HNorm | AttnNorm | QANorm | KvLatent | FfnNorm | FinalNorm)
-        || matches!(place.point, RouterLogits | ChoiceScores | ExpertIds);
-    !other && !place.params(config).is_empty()
-}
-
-fn judge_by(
-    subject: &Subject,
-    recipe: RefRecipe,
-    progress: &dyn Progress,
-    each: &mut Found<'_>,
-) -> Result<(), VerifyError> {
-    let raw = Raw(subject.checkpoint.source());
-    let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
-    let weights = &ModelWeights::new(&raw, config);
-    let every: &[usize] = &(0..subject.ids.len()).collect::<Vec<_>>();
-    let mut misreported = Misreported::default();
-    for_traces(subject, &mut |traces, shows| {
-        let options = RefOptions { expanded: expands(recipe, traces[0]), ..RefOptions::default() };
-        let options = RefOptions { dense: traces[0].attention == Attention::Dense, ..options };
-        let orders = Arith::orders(recipe, traces[0].tp);
-        let bridges = subject.target.is_some();
-        let judge = Judge { config, weights, options, orders: &orders, rows: &subject.rows, every, bridges };
-        // By the reference's own list, whether they were captured or not.
-        let places = lockstep_reference::points(config, options);
-        let places: Vec<Place> = places.iter().filter_map(|name| name.parse().ok()).filter(|p| shows(*p)).collect();
-        let captured = |place: Place| traces[0].ranks(place).is_some();
-        let reads = places.iter().filter(|p| bridges && captured(**p)).filter_map(|p| judge.reads(*p, &captured));
-        let spanned: BTreeSet<Place> = reads.flat_map(|reads| reads.over).collect();
-        for place in places {
-            let layer = place.layer().map_or(0, |l| l + 1);
-            progress.at("layers replayed", layer, config.layers);
-            if spanned.contains(&place) {
-                let detail = "not captured: judged as part of a span".into();
-                let finding = OpFinding { verdict: Verdict::NotApplicable, detail, ..OpFinding::of(place) };
-                each(&judge, finding, traces[0])?;
-                continue;
-            }
-            let (mut finding, trace) = judge_runs(&judge, traces, place, subject)?;
-            if subject.target.is_some() {
-                finding = misreported.next(&judge, trace, finding, subject)?;
-                finding = replicas::judged(&judge, trace, finding);
-            }
-            each(&judge, finding, trace)?;
-        }
-        Ok(())
-    })
-}
-
-/// True for a run that shows nothing of the absorbed form, in a recipe of engines that do not absorb.
-fn expands(recipe: RefRecipe, trace: &Trace) -> bool {
-    recipe.is_torch() && !trace.places().iter().any(|place| matches!(place.point, Point::QAbsorbed | Point::Latent))
-}
-
-/// Judges an operation in all runs of the same prompt: the worse finding, and the run that it is of. A run that holds the
-/// bits of the first one, in what the operation reads and in what it gives, needs no second look.
-fn judge_runs<'a>(
-    judge: &Judge<'_>,
-    traces: &[&'a Trace],
-    place: Place,
-    subject: &Subject,
-) -> Result<(OpFinding, &'a Trace), VerifyError> {
-    let mut worst = (judge_op(judge, traces[0], place, subject)?, traces[0]);
-    // A choice is judged by what its scores are made from.
-    let scored = place.point.scores().and_then(|scores| judge.inputs(place.at(scores)));
-    let mut read = judge.inputs(place).unwrap_or_default();
-    read.extend(scored.unwrap_or_default());
-    read.push(place);
-    read.retain(|p| !is_tap(*p));
-    for other in traces[1..].iter().filter(|_| !is_tap(place)) {
-        let held = |p: &Place| other.ranks(*p).is_some() && other.ranks(*p) == traces[0].ranks(*p);
-        if !read.iter().all(held) {
-            let found = judge_op(judge, other, place, subject)?;
-            let badness = |f: &OpFinding| (f.verdict, f.rho.0 / f.rho.1);
-            if badness(&found) > badness(&worst.0) {
-                worst = (OpFinding { detail: format!("in the fused program: {}", found.detail), ..found }, other);
-            }
-        }
-    }
-    Ok(worst)
-}
-
-/// True for what the program that serves holds nowhere: the scores that its indexer chooses from.
-fn is_tap(place: Place) -> bool {
-    place.point == Point::IndexScores
-}
-
-/// Judges runs of the same prompt, at the places that a test accepts.
-type Each<'a> = dyn FnMut(&[&Trace], &dyn Fn(Place) -> bool) -> Result<(), VerifyError> + 'a;
-
-/// Hands out the traces to judge: the given one, or our own runs, in groups of layers that fit in memory. These are two:
-/// of the program as it is written, which shows every point, and as it is fused to serve, by the points that it has.
-fn for_traces(subject: &Subject, each: &mut Each<'_>) -> Result<(), VerifyError> {
-    if let Some(trace) = &subject.target {
-        return each(&[trace], &|place| subject.wants_layer(place.layer()));
-    }
-    let c = subject.checkpoint.config();
-    let mut engine = subject.engine()?;
-    let wanted: Vec<usize> = (0..c.layers).filter(|l| subject.wants_layer(Some(*l))).collect();
-    let group = layers_at_once(subject);
-    for (i, chunk) in wanted.chunks(group).enumerate() {
-        let (first, last) = (i == 0, (i + 1) * group >= wanted.len());
-        // A layer's inputs include the output of the one before and a shared layer's borrowed choice; the final norm's
-        // is the last layer's.
-        let mut needed = chunk.to_vec();
-        needed.extend(chunk.iter().filter_map(|l| l.checked_sub(1)));
-        needed.extend(chunk.iter().filter_map(|l| (0..=*l).rev().find(|f| c.is_full(*f))));
-        needed.extend(last.then(|| c.layers - 1));
-        let wanted = points_of(Some(needed));
-        let whole = Feed::whole(&subject.ids);
-        let written = Feed { expanded: true, ..whole.clone() };
-        let written = feed(&mut engine, &written, &Listen::Capture(wanted.clone()))?.trace;
-        // Another prompt in between, so that the second run finds nothing of the first in caches and buffers.
-        let other: Vec<u32> = subject.ids.iter().rev().copied().collect();
-        feed(&mut engine, &Feed::whole(&other), &Listen::Off)?;
-        let own: Filter = Arc::new(move |place| wanted(place) && !is_tap(place));
-        let fused = feed(&mut engine, &whole, &Listen::Capture(own))?.trace;
-        // The rest was captured as inputs.
-        each(&[&written, &fused], &|place| match place.block {
-            Block::Front => first,
-            Block::Trunk(layer) => chunk.contains(&layer),
-            Block::Back | Block::Mtp(_) => last,
-        })?;
-    }
-    Ok(())
-}
-
-/// Memory that captures of our own two runs may take.
-const CAPTURE_BYTES: usize = 512 << 20;
-
-fn layers_at_once(subject: &Subject) -> usize {
-    let (c, n) = (subject.checkpoint.config(), subject.ids.len());
-    let block = Block::Trunk(c.layers - 1);
-    let replicated: usize = Point::ALL
-        .iter()
-        .filter(|point| point.is_in(block) && point.layout() == Layout::Replicated)
-        .map(|point| Place { block, point: *point }.shape(c, 1).iter().product::<usize>())
-        .sum();
-    let sharded = c.heads * (2 * c.qk_head() + 2 * c.kv_lora + c.v_head) + (c.experts_used + 1) * c.expert_ffn;
-    let row = subject.tp * (replicated + n + 2 * c.hidden) + sharded;
-    (CAPTURE_BYTES / (2 * row * n * 4).max(1)).max(1)
 }

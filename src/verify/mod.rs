@@ -4,6 +4,7 @@
 pub mod activations;
 pub mod asks;
 pub mod choice;
+mod conventions;
 pub mod feed;
 pub mod file;
 pub mod floor;
@@ -15,6 +16,7 @@ pub mod kernels;
 pub mod logits;
 mod misreported;
 pub mod op;
+pub mod operations;
 pub mod param_map;
 pub mod patched_weights;
 pub mod producer;

@@ -15,7 +15,7 @@ use lockstep::faults::{Injection, Target, inject};
 use lockstep::model::Place;
 use lockstep::report::Verdict;
 use lockstep::shard::TpPlan;
-use lockstep::verify::{Subject, activations, invariants};
+use lockstep::verify::{Subject, invariants, operations};
 
 const TP: usize = 2;
 
@@ -108,7 +108,7 @@ fn every_operation_can_be_damaged_and_is_found_where_it_is_shown() {
         let calls: Vec<usize> = (0..program.calls.len()).filter(hit).collect();
         let expected = shown(program, &calls);
         assert!(!expected.is_empty(), "{op} at {place} is shown nowhere");
-        let findings = activations::findings(&of, &Silent).expect("runs");
+        let findings = operations::findings(&of, &Silent).expect("runs");
         let bad: Vec<Place> = findings.iter().filter(|f| f.verdict == Verdict::Divergent).map(|f| f.place).collect();
         let first = expected.iter().min().copied();
         assert_eq!(bad.iter().min().copied(), first, "{op} at {place}: {bad:?}");
@@ -120,7 +120,7 @@ fn every_operation_can_be_damaged_and_is_found_where_it_is_shown() {
 #[test]
 fn without_damage_nothing_is_found() {
     let of = with(PICO, TP, 40, FaultyEngines(CpuBackend::ahead(4), Decorations::default()));
-    let findings = activations::findings(&of, &Silent).expect("runs");
+    let findings = operations::findings(&of, &Silent).expect("runs");
     let bad: Vec<Place> = findings.iter().filter(|f| f.verdict > Verdict::Match).map(|f| f.place).collect();
     assert!(bad.is_empty() && findings.len() > 60, "{bad:?} of {}", findings.len());
     let report = invariants::run(&of, &Silent).expect("runs");

@@ -133,7 +133,12 @@ impl<'a> OpContext<'a> {
     pub fn params(&self) -> Vec<(Option<usize>, RefParam)> {
         let places = self.over.iter().chain([&self.place]);
         let params = places.flat_map(|place| place.params(self.model));
-        params.map(|p| (p.layer, reference_of(p.kind))).collect()
+        let mut all: Vec<_> = params.map(|p| (p.layer, reference_of(p.kind))).collect();
+        // Where nothing is absorbed, attention makes its keys of k_b, too.
+        if self.judge.options.expanded && self.has(Point::Context) {
+            all.push((self.place.layer(), RefParam::KB));
+        }
+        all
     }
 
     /// True where the operation, or one that is judged with it, is this one.

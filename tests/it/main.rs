@@ -11,6 +11,7 @@ mod doctor;
 mod documents;
 mod dump;
 mod engine;
+mod foreign;
 mod generate;
 mod gguf_properties;
 mod glm52_twin;

@@ -1,7 +1,7 @@
 //! A run is judged by the floors of its own recipe. The fast recipe's runs come from the reference in an order of
 //! summation that no floor is made of; the strict one's come from the CPU device, which has no other recipe.
 
-use crate::common::subject::{Silent, show, subject};
+use crate::common::subject::{Silent, run_of_reference, show, subject};
 use crate::common::{GLM5_NANO, PICO, golden, lockstep, run};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::model::{Place, Point};
@@ -10,38 +10,11 @@ use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::{points_of, run_prompt};
 use lockstep::verify::{Subject, activations, logits};
-use lockstep_reference::{Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefRecipe, forward};
+use lockstep_reference::{Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefRecipe};
 
 /// A run of one rank in the fast recipe, as an engine would show it.
 fn fast(of: &Subject) -> Trace {
-    let raw = Raw(of.checkpoint.source());
-    let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
-    let weights = ModelWeights::new(&raw, &config);
-    let mut seen = Vec::new();
-    let mut sink = |name: &str, value: ndarray::ArrayD<f64>| {
-        let place: Place = name.parse().expect("a place");
-        let rows = value.shape()[0];
-        let shape = match place.point {
-            Point::IndexScores => vec![rows],
-            _ => place.shape(of.checkpoint.config(), 1),
-        };
-        let values = match place.point.is_choice() {
-            true => Values::I32(value.iter().map(|v| *v as i32).collect()),
-            false => Values::F32(value.iter().map(|v| *v as f32).collect()),
-        };
-        seen.push(Captured { place, rows, shape, values });
-    };
-    let arith = Arith::F32(RefRecipe::Fast, Order::Blocks(7));
-    forward(
-        &config,
-        &weights,
-        &of.ids,
-        arith,
-        RefOptions { dense: false, mtp: false, expanded: false, variant: None },
-        &mut sink,
-    )
-    .expect("runs");
-    Trace::new("a fast engine".into(), of.ids.clone(), of.attention, vec![seen])
+    run_of_reference(of, Arith::F32(RefRecipe::Fast, Order::Blocks(7)), RefOptions::default())
 }
 
 fn strict(of: &Subject) -> Trace {

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use lockstep::checkpoint::Checkpoint;
+use lockstep::checkpoint::oracle::Raw;
 use lockstep::engine::{Attention, CpuBackend, Engines};
+use lockstep::model::{Place, Point};
+use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{Check, Progress, StageReport, Verdict};
 use lockstep::verify::{Subject, sense};
-use lockstep_reference::RefRecipe;
+use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefOptions, RefRecipe, forward};
 
 use super::running::open;
 
@@ -53,6 +56,29 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
 /// The same with engines of another make.
 pub fn with(model: &str, tp: usize, tokens: usize, engines: impl Engines + 'static) -> Subject {
     Subject { engines: Box::new(engines), ..subject(model, tp, tokens) }
+}
+
+/// A run of the reference on one rank, as an engine of that arithmetic would show it.
+pub fn run_of_reference(of: &Subject, arith: Arith, options: RefOptions) -> Trace {
+    let raw = Raw(of.checkpoint.source());
+    let config = RefConfig::from_raw(&raw, Eps::File).expect("a configuration");
+    let weights = ModelWeights::new(&raw, &config);
+    let mut seen = Vec::new();
+    let mut sink = |name: &str, value: ndarray::ArrayD<f64>| {
+        let place: Place = name.parse().expect("a place");
+        let rows = value.shape()[0];
+        let shape = match place.point {
+            Point::IndexScores => vec![rows],
+            _ => place.shape(of.checkpoint.config(), 1),
+        };
+        let values = match place.point.is_choice() {
+            true => Values::I32(value.iter().map(|v| *v as i32).collect()),
+            false => Values::F32(value.iter().map(|v| *v as f32).collect()),
+        };
+        seen.push(Captured { place, rows, shape, values });
+    };
+    forward(&config, &weights, &of.ids, arith, options, &mut sink).expect("runs");
+    Trace::new("another engine".into(), of.ids.clone(), of.attention, vec![seen])
 }
 
 /// Verdict and detail of the check whose name begins with `name`.

@@ -3,10 +3,12 @@
 //!     RAYON_NUM_THREADS=1 cargo run --release --example serve_overhead
 //!
 //! One thread computes; server and clients have the other cores. Prints tokens per second of both, in alternation, and
-//! their ratio.
+//! their ratio; and what the way costs in a processor's time, which other programs on the machine disturb less: that of
+//! the driver and of the threads that move bytes, less that of the scheduler alone.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -32,6 +34,27 @@ const REPEATS: usize = 7;
 fn serving(checkpoint: &Arc<Checkpoint>, sequences: usize) -> Result<Serving, Failed> {
     let options = Options { attention: Attention::Dsa, chunk: 512, cache_tokens: 384 * sequences, sequences };
     Ok(Serving::new(Engine::cpu(checkpoint.clone(), 1, options)?))
+}
+
+/// Seconds of a processor that a thread has taken so far.
+fn taken(thread: &Path) -> Result<f64, Failed> {
+    let text = std::fs::read_to_string(thread.join("schedstat"))?;
+    let nanoseconds: u64 = text.split(' ').next().unwrap_or_default().parse()?;
+    Ok(nanoseconds as f64 / 1e9)
+}
+
+/// The same of all threads of the server. None of them ends.
+fn taken_by_server() -> Result<f64, Failed> {
+    let mut all = 0.0;
+    for thread in std::fs::read_dir("/proc/self/task")? {
+        let thread = thread?.path();
+        // A client's thread may be gone by now.
+        let name = std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
+        if ["driver", "tokio-rt-worker"].contains(&name.trim()) {
+            all += taken(&thread)?;
+        }
+    }
+    Ok(all)
 }
 
 /// Seconds of the scheduler alone.
@@ -103,17 +126,28 @@ fn main() -> Result<(), Failed> {
             verification: serde_json::Value::Null,
         };
         service.ready(model, Sampling::default(), orders);
-        let mut ratios = Vec::new();
+        let (mut ratios, mut costs) = (Vec::new(), Vec::new());
         for repeat in 0..=REPEATS {
-            let (a, b) = (alone(&mut direct, &prompt, sequences)?, clients(port, sequences)?);
-            let speed = |seconds: f64| (sequences * TOKENS) as f64 / seconds;
+            let here = Path::new("/proc/thread-self");
+            let (before, server) = (taken(here)?, taken_by_server()?);
+            let a = alone(&mut direct, &prompt, sequences)?;
+            let scheduler = taken(here)? - before;
+            let b = clients(port, sequences)?;
+            let cost = taken_by_server()? - server - scheduler;
+            let tokens = (sequences * TOKENS) as f64;
+            let (alone, through) = (tokens / a, tokens / b);
             if repeat > 0 {
-                writeln!(out, "{sequences} streams: {:.0} tokens/s alone, {:.0} through HTTP", speed(a), speed(b))?;
+                writeln!(out, "{sequences} streams: {alone:.0} tokens/s alone, {through:.0} through HTTP")?;
                 ratios.push(a / b);
+                costs.push(cost / tokens * 1e6);
             }
         }
-        ratios.sort_by(f64::total_cmp);
-        writeln!(out, "{sequences} streams: {:.3} of the speed (median of {REPEATS})", ratios[REPEATS / 2])?;
+        let median = |mut all: Vec<f64>| {
+            all.sort_by(f64::total_cmp);
+            all[REPEATS / 2]
+        };
+        let (ratio, cost) = (median(ratios), median(costs));
+        writeln!(out, "{sequences} streams: {ratio:.3} of the speed, {cost:.1} us a token (medians of {REPEATS})")?;
     }
     Ok(())
 }

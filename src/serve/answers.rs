@@ -2,7 +2,7 @@
 //! the answers, the client, or the service.
 
 use std::convert::Infallible;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::task::{Context, Poll};
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use http_body_util::BodyExt;
 use hyper::body::{Bytes, Frame};
 use hyper::{Response, StatusCode};
-use serde_json::Value as Json;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Tick, MissedTickBehavior, interval_at, timeout};
 
 use super::api::error::ApiError;
+use super::api::frame::event;
 use super::api::reply::Reply;
 use super::driver::{Job, Order, Said};
 use super::http::{Body, Service, put, whole};
@@ -96,7 +96,7 @@ impl Service {
             tokio::select! {
                 biased;
                 said = hear.recv() => match said {
-                    Some(said) => drop(reply.take(said)?),
+                    Some(said) => reply.take(said, &mut Vec::new())?,
                     None => return Err(self.over().await),
                 },
                 over = over(&mut state) => return Err(over),
@@ -112,7 +112,7 @@ impl Service {
         told.unwrap_or_else(|_| ApiError::internal("the answer was given up"))
     }
 
-    /// Sends the frames of a stream. It ends with the client, the answers, or the service.
+    /// Sends the frames of a stream, all that there are at once. It ends with the client, the answers, or the service.
     async fn stream(
         self: Arc<Self>,
         mut reply: Box<dyn Reply>,
@@ -125,47 +125,52 @@ impl Service {
         let (every, patience) = (self.limits.comment, self.limits.write_time);
         let mut clock = interval_at(Tick::now() + every, every);
         clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut frames = reply.opening();
+        // What lasts as long as the stream is begun once, not again for every token.
+        let (mut gone, mut over) = (pin!(give.closed()), pin!(over(&mut state)));
+        let (mut said, mut out, mut last) = (Vec::new(), Vec::new(), false);
+        reply.opening(&mut out);
         loop {
-            for frame in frames.drain(..) {
+            if !last && reply.is_done() {
+                reply.closing(&mut out);
+                out.extend_from_slice(DONE);
+                last = true;
+            }
+            if !out.is_empty() {
                 clock.reset();
-                if !matches!(timeout(patience, give.send(event(&frame))).await, Ok(Ok(()))) {
+                let frames = Bytes::from(std::mem::take(&mut out));
+                if !matches!(timeout(patience, give.send(frames)).await, Ok(Ok(()))) {
                     return;
                 }
             }
-            if reply.is_done() {
-                break;
+            if last {
+                return;
             }
+            // Who has gone while tokens come is found out when they are sent.
             let error = tokio::select! {
                 biased;
-                () = give.closed() => return,
-                said = hear.recv() => match said.map(|said| reply.take(said)) {
-                    Some(Ok(more)) => {
-                        frames = more;
-                        continue;
-                    }
-                    Some(Err(error)) => error,
-                    None => self.over().await,
+                n = hear.recv_many(&mut said, AT_ONCE) => match n {
+                    0 => Some(self.over().await),
+                    _ => said.drain(..).try_for_each(|said| reply.take(said, &mut out)).err(),
                 },
-                error = over(&mut state) => error,
+                () = &mut gone => return,
+                error = &mut over => Some(error),
                 _ = clock.tick() => {
                     // Whoever waits for room must know that somebody is there.
-                    if !matches!(timeout(patience, give.send(Bytes::from_static(b": waiting\n\n"))).await, Ok(Ok(()))) {
-                        return;
-                    }
-                    continue;
+                    out.extend_from_slice(b": waiting\n\n");
+                    None
                 }
             };
-            let _ = timeout(patience, give.send(event(&error.json()))).await;
-            let _ = timeout(patience, give.send(Bytes::from_static(DONE))).await;
-            return;
+            if let Some(error) = error {
+                event(&mut out, &error.json());
+                out.extend_from_slice(DONE);
+                last = true;
+            }
         }
-        for frame in reply.closing() {
-            let _ = timeout(patience, give.send(event(&frame))).await;
-        }
-        let _ = timeout(patience, give.send(Bytes::from_static(DONE))).await;
     }
 }
+
+/// Most of what the driver says that goes out in one piece.
+const AT_ONCE: usize = 64;
 
 /// The last line of a stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
@@ -177,10 +182,6 @@ async fn over(state: &mut watch::Receiver<State>) -> ApiError {
         Ok(State::Failed(why)) => ApiError::unavailable("engine_failed", why, 30),
         _ => ApiError::unavailable("draining", "the service stopped before the answer was whole", 5),
     }
-}
-
-fn event(frame: &Json) -> Bytes {
-    Bytes::from(format!("data: {frame}\n\n"))
 }
 
 fn event_stream(frames: Frames) -> Response<Body> {

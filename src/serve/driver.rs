@@ -228,7 +228,8 @@ impl<G: Generator> Driver<G> {
             self.shared.end_step();
             let Stepped { prompts, events } = stepped?;
             prompts.into_iter().for_each(|read| self.read(read));
-            events.into_iter().for_each(|event| self.token(event));
+            let now = Instant::now();
+            events.into_iter().for_each(|event| self.token(event, now));
         }
     }
 
@@ -288,9 +289,8 @@ impl<G: Generator> Driver<G> {
         }
     }
 
-    fn token(&mut self, event: Event) {
+    fn token(&mut self, event: Event, now: Instant) {
         let Some(live) = self.live.get_mut(&event.sequence) else { return };
-        let now = Instant::now();
         match live.last.replace(now) {
             None => self.metrics.first_token.observe((now - live.asked).as_secs_f64()),
             Some(last) => self.metrics.between_tokens.observe((now - last).as_secs_f64()),

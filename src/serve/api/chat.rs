@@ -1,20 +1,25 @@
 //! `/v1/chat/completions`.
 
+use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
 
 use super::Model;
 use super::ask::Ask;
 use super::error::ApiError;
 use super::fields::{Fields, kind};
+use super::frame::{Envelope, event};
 use super::literals::Marks;
 use super::reply::{Head, Reply, Tally, chat_logprobs, finish_reason};
 use crate::engine::sampler::Sampling;
 use crate::serve::driver::{Said, What};
-use crate::serve::turn::Piece;
+use crate::serve::turn::{Piece, TokenLogprob};
 use crate::tokenize::{ChatMessage, TokenizeError};
 
 /// Variables of the template that are the request's own.
 const RESERVED: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
+
+/// What frames say that they are.
+const CHUNK: &str = "chat.completion.chunk";
 
 /// Literals that the assistant's past content may hold.
 const THINK: [&str; 2] = ["<think>", "</think>"];
@@ -194,10 +199,42 @@ struct Answer {
     finish: Option<&'static str>,
 }
 
+/// What a frame tells of an answer.
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: usize,
+    delta: Delta<'a>,
+    logprobs: Option<Json>,
+    finish_reason: Option<&'static str>,
+}
+
+/// What it adds to the answer.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Delta<'a> {
+    Role {
+        role: &'static str,
+        content: &'static str,
+    },
+    Content {
+        content: &'a str,
+    },
+    Reasoning {
+        reasoning_content: &'a str,
+    },
+    /// Reasoning under both of its names.
+    Twice {
+        reasoning_content: &'a str,
+        reasoning: &'a str,
+    },
+    Nothing {},
+}
+
 /// Replies of a chat.
 #[derive(Debug)]
 pub struct ChatReply {
     head: Head,
+    envelope: Envelope,
     /// Whether logprobs were asked for.
     logprobs: bool,
     /// Whether reasoning is told under a second name, too.
@@ -210,52 +247,52 @@ impl ChatReply {
     /// To a request for `n` answers to a prompt of `tokens`.
     pub fn new(head: Head, (n, tokens): (usize, usize), logprobs: bool, also: bool) -> Self {
         let tally = Tally { prompt: tokens, ..Tally::default() };
-        ChatReply { head, logprobs, also, answers: vec![Answer::default(); n], tally }
+        let envelope = Envelope::new(&head, CHUNK);
+        ChatReply { head, envelope, logprobs, also, answers: vec![Answer::default(); n], tally }
     }
 
-    fn frame(&self, choice: usize, delta: Json, logprobs: Option<Vec<Json>>, finish: Option<&str>) -> Json {
-        let logprobs = logprobs.map(|content| json!({ "content": content, "refusal": null }));
-        let choice = json!({ "index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish });
-        self.head.object("chat.completion.chunk", vec![choice], None)
-    }
-
-    /// Reasoning, under all its names.
-    fn reasoning(&self, to: &mut Json, text: &str) {
-        to["reasoning_content"] = text.into();
-        if self.also {
-            to["reasoning"] = text.into();
-        }
+    /// A frame of an answer that has not ended.
+    fn frame(&self, out: &mut Vec<u8>, index: usize, delta: Delta<'_>, tokens: Option<&[TokenLogprob]>) {
+        let logprobs = tokens.filter(|_| self.logprobs).map(|tokens| told(chat_logprobs(tokens)));
+        self.envelope.write(out, &Choice { index, delta, logprobs, finish_reason: None });
     }
 }
 
+/// Tokens and how likely they were, as clients read them.
+fn told(content: Vec<Json>) -> Json {
+    json!({ "content": content, "refusal": null })
+}
+
 impl Reply for ChatReply {
-    fn opening(&mut self) -> Vec<Json> {
-        let role = |choice| self.frame(choice, json!({ "role": "assistant", "content": "" }), None, None);
-        (0..self.answers.len()).map(role).collect()
+    fn opening(&self, out: &mut Vec<u8>) {
+        for choice in 0..self.answers.len() {
+            self.frame(out, choice, Delta::Role { role: "assistant", content: "" }, None);
+        }
     }
 
-    fn take(&mut self, said: Said) -> Result<Vec<Json>, ApiError> {
+    fn take(&mut self, said: Said, out: &mut Vec<u8>) -> Result<(), ApiError> {
         let Said { choice, what } = said;
         let stream = self.head.stream;
-        let frame = match what {
+        match what {
             What::Read { cached, .. } => {
                 if choice == 0 {
                     self.tally.cached = cached;
                 }
-                return Ok(Vec::new());
             }
             What::Refused(why) => return Err(ApiError::field("messages", why)),
             What::Piece(Piece::Reasoning(text)) if stream => {
-                let mut delta = json!({});
-                self.reasoning(&mut delta, &text);
-                self.frame(choice, delta, None, None)
+                let (reasoning_content, reasoning) = (&*text, &*text);
+                let delta = match self.also {
+                    true => Delta::Twice { reasoning_content, reasoning },
+                    false => Delta::Reasoning { reasoning_content },
+                };
+                self.frame(out, choice, delta, None);
             }
             What::Piece(Piece::Content(text, tokens)) if stream => {
-                let told = self.logprobs.then(|| chat_logprobs(&tokens));
-                self.frame(choice, json!({ "content": text }), told, None)
+                self.frame(out, choice, Delta::Content { content: &text }, Some(&tokens));
             }
             What::Piece(piece) => {
-                let Some(answer) = self.answers.get_mut(choice) else { return Ok(Vec::new()) };
+                let Some(answer) = self.answers.get_mut(choice) else { return Ok(()) };
                 match piece {
                     Piece::Reasoning(text) => answer.reasoning += &text,
                     Piece::Content(text, tokens) => {
@@ -263,36 +300,42 @@ impl Reply for ChatReply {
                         answer.logprobs.extend(chat_logprobs(&tokens));
                     }
                 }
-                return Ok(Vec::new());
             }
             What::Ended(ended, spent) => {
-                let finish = finish_reason(ended)?;
+                let finish_reason = Some(finish_reason(ended)?);
                 self.tally.add(spent);
                 if let Some(answer) = self.answers.get_mut(choice) {
-                    answer.finish = Some(finish);
+                    answer.finish = finish_reason;
                 }
-                self.frame(choice, json!({}), None, Some(finish))
+                if stream {
+                    let delta = Delta::Nothing {};
+                    self.envelope.write(out, &Choice { index: choice, delta, logprobs: None, finish_reason });
+                }
             }
-        };
-        Ok(vec![frame])
+        }
+        Ok(())
     }
 
     fn is_done(&self) -> bool {
         self.answers.iter().all(|answer| answer.finish.is_some())
     }
 
-    fn closing(&self) -> Vec<Json> {
-        let usage = || self.head.object("chat.completion.chunk", Vec::new(), Some(self.tally.json()));
-        self.head.include_usage.then(usage).into_iter().collect()
+    fn closing(&self, out: &mut Vec<u8>) {
+        if self.head.include_usage {
+            event(out, &self.head.object(CHUNK, Vec::new(), Some(self.tally.json())));
+        }
     }
 
     fn whole(&self) -> Json {
         let one = |(i, answer): (usize, &Answer)| {
             let mut message = json!({ "role": "assistant", "content": answer.content });
             if !answer.reasoning.is_empty() {
-                self.reasoning(&mut message, &answer.reasoning);
+                message["reasoning_content"] = answer.reasoning.as_str().into();
+                if self.also {
+                    message["reasoning"] = answer.reasoning.as_str().into();
+                }
             }
-            let logprobs = self.logprobs.then(|| json!({ "content": answer.logprobs, "refusal": null }));
+            let logprobs = self.logprobs.then(|| told(answer.logprobs.clone()));
             json!({ "index": i, "message": message, "logprobs": logprobs, "finish_reason": answer.finish })
         };
         let choices = self.answers.iter().enumerate().map(one).collect();

@@ -1,17 +1,23 @@
 //! `/v1/completions`.
 
+use serde::Serialize;
 use serde_json::{Value as Json, json};
 
 use super::Model;
 use super::ask::Ask;
 use super::error::ApiError;
 use super::fields::{Fields, integer, kind};
+use super::frame::{Envelope, event};
 use super::reply::{Head, Lists, Reply, Tally, finish_reason};
+use crate::engine::chooser::Logprobs;
 use crate::engine::sampler::Sampling;
 use crate::serve::driver::{Said, What};
 use crate::serve::turn::{Piece, TokenLogprob};
 use crate::tokenize::Tokenizer;
 use std::sync::Arc;
+
+/// What replies and frames say that they are.
+const OBJECT: &str = "text_completion";
 
 /// A prompt of a plain completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,9 +129,19 @@ struct Answer {
     finish: Option<&'static str>,
 }
 
+/// What a frame tells of an answer.
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: usize,
+    text: &'a str,
+    logprobs: Option<Json>,
+    finish_reason: Option<&'static str>,
+}
+
 /// Replies of plain completions.
 pub struct CompletionReply {
     head: Head,
+    envelope: Envelope,
     tokenizer: Arc<Tokenizer>,
     prompts: Vec<Prompt>,
     n: usize,
@@ -143,6 +159,7 @@ impl CompletionReply {
         let CompletionAsk { ask, prompts, echo } = asked;
         let tally = Tally { prompt: prompts.iter().map(|p| p.ids.len()).sum(), ..Tally::default() };
         CompletionReply {
+            envelope: Envelope::new(&head, OBJECT),
             head,
             tokenizer,
             n: ask.n,
@@ -155,17 +172,10 @@ impl CompletionReply {
         }
     }
 
-    fn frame(&self, choice: usize, text: &str, logprobs: Option<Json>, finish: Option<&str>) -> Json {
-        let choice = json!({ "index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish });
-        self.head.object("text_completion", vec![choice], None)
-    }
-
     /// A prompt has run: where it is wanted, it stands before the answer.
-    fn read(&mut self, choice: usize, cached: usize, logprobs: Vec<crate::engine::chooser::Logprobs>) -> Vec<Json> {
+    fn read(&mut self, out: &mut Vec<u8>, choice: usize, cached: usize, logprobs: Vec<Logprobs>) {
         let group = choice / self.n;
-        let (Some(prompt), Some(answer)) = (self.prompts.get(group), self.answers.get_mut(choice)) else {
-            return Vec::new();
-        };
+        let (Some(prompt), Some(answer)) = (self.prompts.get(group), self.answers.get_mut(choice)) else { return };
         if choice.is_multiple_of(self.n) {
             self.tally.cached += cached;
             let bytes = |id: u32| self.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
@@ -177,63 +187,65 @@ impl CompletionReply {
             self.of_prompts[group] = tokens.collect();
         }
         if !self.echo {
-            return Vec::new();
+            return;
         }
         if self.logprobs {
             answer.lists.unknown(self.tokenizer.token_bytes(prompt.ids[0]).unwrap_or_default());
             self.of_prompts[group].iter().for_each(|token| answer.lists.token(token));
         }
         let text = prompt.text.clone();
-        self.text(choice, &text)
+        self.text(out, choice, &text);
     }
 
     /// More text of an answer: a frame, or a part of the whole.
-    fn text(&mut self, choice: usize, text: &str) -> Vec<Json> {
-        let Some(answer) = self.answers.get_mut(choice) else { return Vec::new() };
+    fn text(&mut self, out: &mut Vec<u8>, index: usize, text: &str) {
+        let Some(answer) = self.answers.get_mut(index) else { return };
         if !self.head.stream {
             answer.text += text;
-            return Vec::new();
+            return;
         }
-        let told = self.logprobs.then(|| answer.lists.take());
-        vec![self.frame(choice, text, told, None)]
+        let logprobs = self.logprobs.then(|| answer.lists.take());
+        self.envelope.write(out, &Choice { index, text, logprobs, finish_reason: None });
     }
 }
 
 impl Reply for CompletionReply {
-    fn opening(&mut self) -> Vec<Json> {
-        Vec::new()
-    }
+    fn opening(&self, _: &mut Vec<u8>) {}
 
-    fn take(&mut self, said: Said) -> Result<Vec<Json>, ApiError> {
+    fn take(&mut self, said: Said, out: &mut Vec<u8>) -> Result<(), ApiError> {
         let Said { choice, what } = said;
         match what {
-            What::Read { cached, logprobs } => Ok(self.read(choice, cached, logprobs)),
-            What::Refused(why) => Err(ApiError::field("prompt", why)),
-            What::Piece(Piece::Reasoning(text)) => Ok(self.text(choice, &text)),
+            What::Read { cached, logprobs } => self.read(out, choice, cached, logprobs),
+            What::Refused(why) => return Err(ApiError::field("prompt", why)),
+            What::Piece(Piece::Reasoning(text)) => self.text(out, choice, &text),
             What::Piece(Piece::Content(text, tokens)) => {
                 if let Some(answer) = self.answers.get_mut(choice) {
                     tokens.iter().for_each(|token| answer.lists.token(token));
                 }
-                Ok(self.text(choice, &text))
+                self.text(out, choice, &text);
             }
             What::Ended(ended, spent) => {
-                let finish = finish_reason(ended)?;
+                let finish_reason = Some(finish_reason(ended)?);
                 self.tally.add(spent);
                 if let Some(answer) = self.answers.get_mut(choice) {
-                    answer.finish = Some(finish);
+                    answer.finish = finish_reason;
                 }
-                Ok(vec![self.frame(choice, "", None, Some(finish))])
+                if self.head.stream {
+                    self.envelope.write(out, &Choice { index: choice, text: "", logprobs: None, finish_reason });
+                }
             }
         }
+        Ok(())
     }
 
     fn is_done(&self) -> bool {
         self.answers.iter().all(|answer| answer.finish.is_some())
     }
 
-    fn closing(&self) -> Vec<Json> {
-        let usage = || self.head.object("text_completion", Vec::new(), Some(self.tally.json()));
-        self.head.include_usage.then(usage).into_iter().collect()
+    fn closing(&self, out: &mut Vec<u8>) {
+        if self.head.include_usage {
+            event(out, &self.head.object(OBJECT, Vec::new(), Some(self.tally.json())));
+        }
     }
 
     fn whole(&self) -> Json {
@@ -242,6 +254,6 @@ impl Reply for CompletionReply {
             json!({ "index": i, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish })
         };
         let choices = self.answers.iter().enumerate().map(one).collect();
-        self.head.object("text_completion", choices, Some(self.tally.json()))
+        self.head.object(OBJECT, choices, Some(self.tally.json()))
     }
 }

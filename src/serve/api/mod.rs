@@ -5,6 +5,7 @@ pub mod chat;
 pub mod completions;
 pub mod error;
 pub mod fields;
+pub mod frame;
 pub mod literals;
 pub mod reply;
 

@@ -8,20 +8,20 @@ use crate::serve::turn::{Ended, Spent, TokenLogprob};
 
 /// Replies to one request, from what the driver says. Frames of a stream and whole replies come of the same calls.
 pub trait Reply: Send {
-    /// Frames before anything is known.
-    fn opening(&mut self) -> Vec<Json>;
+    /// Writes the frames before anything is known.
+    fn opening(&self, out: &mut Vec<u8>);
 
-    /// Takes what is said, and returns the frames that it makes.
+    /// Takes what is said. Of a stream, writes the frames that it makes.
     ///
     /// # Errors
     /// A request that can never run, or that left itself no token.
-    fn take(&mut self, said: Said) -> Result<Vec<Json>, ApiError>;
+    fn take(&mut self, said: Said, out: &mut Vec<u8>) -> Result<(), ApiError>;
 
     /// Whether all answers have ended.
     fn is_done(&self) -> bool;
 
-    /// Frames behind the last one.
-    fn closing(&self) -> Vec<Json>;
+    /// Writes the frames behind the last answer.
+    fn closing(&self, out: &mut Vec<u8>);
 
     /// The whole reply.
     fn whole(&self) -> Json;

@@ -5,6 +5,7 @@ pub mod gate;
 pub mod preflight;
 pub mod systemd;
 mod template;
+pub mod watchdog;
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -38,10 +39,6 @@ use crate::tokenize::Tokenizer;
 
 /// Tokens of all contexts that the cache has room for, if nothing is typed.
 const CACHE: usize = 1 << 16;
-/// A step may take so long whatever others took.
-const STALL: Duration = Duration::from_secs(60);
-/// And so many times the slowest.
-const SLOWEST: u32 = 20;
 /// Time for last frames to go out.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -193,7 +190,7 @@ fn load(args: &ServeArgs, service: &Arc<Service>) -> Result<(), CliError> {
     let mut serving = Serving::new(engine);
     warm(&mut serving)?;
     let orders = driver::start(serving, tokenizer, service.shared.clone(), service.metrics.clone())?;
-    watch(service, args.stall.map(Duration::from_secs))?;
+    watchdog::watch(service.shared.clone(), args.stall.map(Duration::from_secs))?;
     let defaults = Sampling { temperature: args.temperature, top_p: args.top_p, ..Sampling::default() };
     service.ready(Model { verified, verification, ..model }, defaults, orders);
     Ok(())
@@ -282,27 +279,5 @@ fn warm(serving: &mut Serving) -> Result<(), EngineError> {
     while serving.counters().counts.running + serving.counters().counts.waiting > 0 {
         serving.step()?;
     }
-    Ok(())
-}
-
-/// Watches the pulse: a step that does not end is the end of the service. systemd hears of it only while steps end, or
-/// nobody waits for one.
-fn watch(service: &Service, stall: Option<Duration>) -> std::io::Result<()> {
-    let (shared, mut seen) = (service.shared.clone(), 0);
-    let watch = move || loop {
-        std::thread::sleep(Duration::from_millis(250));
-        let (steps, idle) = (shared.steps(), !shared.is_busy());
-        if steps != seen || idle {
-            seen = steps;
-            systemd::alive();
-        }
-        let most = stall.unwrap_or_else(|| STALL.max(SLOWEST * shared.slowest()));
-        let now = shared.in_step();
-        if now > most {
-            let why = format!("no step has ended for {} s", now.as_secs());
-            return shared.enter(State::Failed(why));
-        }
-    };
-    std::thread::Builder::new().name("watchdog".into()).spawn(watch)?;
     Ok(())
 }

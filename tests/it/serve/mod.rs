@@ -6,4 +6,5 @@ mod gate;
 mod process;
 mod script;
 mod verses;
+mod watchdog;
 mod wire;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value as Json, json};
 
 use super::client::{CHAT, JSON, connect, get, post, request};
-use crate::common::{golden, lockstep};
+use crate::common::{Model, golden, lockstep};
 
 /// A service that runs as a process; it is killed when the test lets it go.
 struct Served {
@@ -141,6 +141,30 @@ fn systemd_hears_of_the_start_only_behind_the_first_token() {
     served.signal(rustix::process::Signal::TERM);
     while !hear().contains("STOPPING=1") {}
     assert_eq!(served.ends(Duration::from_secs(5)).code(), Some(0));
+}
+
+/// The start is told behind a token that went all the way: a model that makes no numbers is never ready, though nothing else
+/// is wrong with it.
+#[test]
+fn a_first_token_that_fails_is_no_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    let mut model = Model::read(&golden("glm5-nano-Q4_K_M.gguf"));
+    let (_, norm) = model.tensors.iter_mut().find(|(tensor, _)| tensor.name == "output_norm.weight").unwrap();
+    norm.chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&f32::NAN.to_le_bytes()));
+    let file = model.write(folder.path(), "model.gguf");
+    let args = ["--unverified", "-m", file.to_str().unwrap()];
+    let mut served = spawn(free_port(), &args, &[("NOTIFY_SOCKET", &path)]);
+    let said = served.until("no logit");
+    assert_eq!(served.ends(Duration::from_secs(5)).code(), Some(78), "{said}");
+    socket.set_nonblocking(true).unwrap();
+    let mut bytes = [0; 4096];
+    let heard: Vec<String> =
+        std::iter::from_fn(|| socket.recv(&mut bytes).ok().map(|n| String::from_utf8_lossy(&bytes[..n]).into_owned()))
+            .collect();
+    assert!(heard.iter().any(|s| s.contains("STATUS=")), "{heard:?}");
+    assert!(!heard.iter().any(|s| s.contains("READY=1")), "{heard:?}");
 }
 
 /// A certificate stands in for the checks until anything of it changes.

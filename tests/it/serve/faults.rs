@@ -1,6 +1,6 @@
 //! What goes wrong around an answer: clients that go, engines that fail or hang, too many who ask, an end.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
@@ -88,6 +88,34 @@ fn a_long_prompt_is_heard_of() {
         seen += &String::from_utf8_lossy(&bytes[..n]);
     }
     assert!(seen.starts_with("HTTP/1.1 200 OK"), "{seen}");
+}
+
+/// The same by the clock: a prompt that takes two minutes.
+#[test]
+#[ignore = "takes two minutes; a_long_prompt_is_heard_of is the same, faster"]
+fn a_prompt_of_two_minutes_is_heard_of_by_the_clock() {
+    let play = Play { prefill: 120, step: Duration::from_secs(1), answer: vec![70, 71], ..Play::default() };
+    let running = start(&Setup::default(), play);
+    let began = Instant::now();
+    let client = send(&running, &json!({ "messages": chat(true)["messages"], "stream": true, "max_tokens": 2 }));
+    let mut lines = BufReader::new(&client).lines().map(Result::unwrap);
+    // Sizes of chunks and empty lines stand between lines that say something.
+    let mut hear = |word: &str| {
+        let line = lines.by_ref().find(|l| [word, ": ", "data: "].iter().any(|w| l.starts_with(w))).unwrap();
+        println!("{:8.3} s {line}", began.elapsed().as_secs_f64());
+        (began.elapsed().as_secs_f64(), line)
+    };
+    let head = hear("HTTP/1.1 200 OK");
+    assert!(head.0 < 1.0 && head.1.starts_with("HTTP/1.1 200"), "{head:?}");
+    let role = hear("data: ");
+    assert!(role.0 < 1.0 && role.1.contains("assistant"), "{role:?}");
+    for comment in 1..=12 {
+        let (at, line) = hear(": ");
+        assert!(line == ": waiting" && (at - role.0 - 10.0 * f64::from(comment)).abs() < 0.5, "{at}: {line}");
+    }
+    let (at, first) = hear("data: ");
+    assert!(at > 120.0 && first.contains("\"content\":"), "{at}: {first}");
+    while hear("data: ").1 != "data: [DONE]" {}
 }
 
 /// All who wait hear that nothing comes any more, and why; then the service is not well.

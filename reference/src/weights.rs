@@ -101,8 +101,9 @@ pub fn file_tensor<'a>(
         expected.insert(0, c.experts);
     }
     check(&name, &tensor, &expected)?;
-    let scale = name.replace(".weight", ".scale");
-    if scale != name && raw.tensor(&scale).is_some() {
+    // Of the ending alone: `indexer.weights_proj.weight` has the word twice.
+    let scale = name.strip_suffix(".weight").map(|stem| format!("{stem}.scale"));
+    if let Some(scale) = scale.filter(|scale| raw.tensor(scale).is_some()) {
         return Err(RefError::tensor(scale, "no separate scale", "one"));
     }
     Ok(Some((name, tensor)))

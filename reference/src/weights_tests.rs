@@ -112,6 +112,18 @@ fn a_tied_head_is_the_embedding() {
     assert!(ModelWeights::new(&hand, &untied).matrix(None, RefParam::Head).is_err());
 }
 
+/// A name in which `.weight` stands twice has a scale of its own, too.
+#[test]
+fn a_scale_apart_is_refused_whatever_the_name() {
+    let c = tiny_config();
+    let name = "model.layers.0.self_attn.indexer.weights_proj";
+    let hand = Hand::new(Format::Hf).with(&format!("{name}.weight"), &[c.hidden, c.index_heads], |_| 0.5);
+    assert!(ModelWeights::new(&hand, &c).matrix(Some(0), RefParam::IndexProj).is_ok());
+    let hand = hand.with(&format!("{name}.scale"), &[1], |_| 2.0);
+    let refused = ModelWeights::new(&hand, &c).matrix(Some(0), RefParam::IndexProj);
+    assert!(matches!(&refused, Err(RefError::Tensor { name: at, .. }) if *at == format!("{name}.scale")), "{refused:?}");
+}
+
 #[test]
 fn wrong_shapes_and_forms_are_named() {
     let c = tiny_config();

@@ -215,6 +215,7 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         Some(4) => Gating::SqrtSoftplus,
         Some(n) => return Err(RefError::key("glm-dsa.expert_gating_func", "1, 2 or 4", n.to_string())),
     };
+    let (groups, groups_used) = keys.groups("expert_group_count", "expert_group_used_count")?;
     let index_full = match keys.get("attention.indexer.types") {
         Some(types) => keys.full_layers("attention.indexer.types", &types, layers, Meta::as_flag)?,
         None if keys.count("context_length")? < 1 << 20 => vec![true; layers],
@@ -237,11 +238,11 @@ fn from_gguf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         experts: keys.count("expert_count")?,
         experts_used: keys.count("expert_used_count")?,
         shared_experts: keys.count("expert_shared_count")?,
-        groups: keys.optional("expert_group_count", Keys::count)?.unwrap_or(1),
-        groups_used: keys.optional("expert_group_used_count", Keys::count)?.unwrap_or(1),
+        groups,
+        groups_used,
         gating,
         normalise_weights: keys.flag_or("expert_weights_norm", false)?,
-        routed_scale: keys.optional("expert_weights_scale", Keys::real)?.unwrap_or(1.0),
+        routed_scale: keys.real("expert_weights_scale")?,
         index_heads: keys.count("attention.indexer.head_count")?,
         index_dim: keys.count("attention.indexer.key_length")?,
         top_k: keys.count("attention.indexer.top_k")?,
@@ -319,12 +320,11 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
             _ => None,
         })?,
         None => match keys.optional("index_topk_freq", Keys::count)? {
-            Some(freq) => {
-                every_fourth(layers, keys.optional("index_skip_topk_offset", Keys::count_or_zero)?.unwrap_or(0), freq)
-            }
+            Some(freq) => every_fourth(layers, keys.count_or_zero("index_skip_topk_offset")?, freq),
             None => vec![true; layers],
         },
     };
+    let (groups, groups_used) = keys.groups("n_group", "topk_group")?;
     let style = |key: &str| {
         Ok(match keys.flag_or(key, true)? {
             true => RopeStyle::Interleaved,
@@ -359,11 +359,11 @@ fn from_hf(raw: &dyn RawModel) -> Result<RefConfig, RefError> {
         experts: keys.count("n_routed_experts")?,
         experts_used: keys.count("num_experts_per_tok")?,
         shared_experts: keys.count("n_shared_experts")?,
-        groups: keys.optional("n_group", Keys::count)?.unwrap_or(1),
-        groups_used: keys.optional("topk_group", Keys::count)?.unwrap_or(1),
+        groups,
+        groups_used,
         gating,
         normalise_weights: keys.flag_or("norm_topk_prob", true)?,
-        routed_scale: keys.optional("routed_scaling_factor", Keys::real)?.unwrap_or(1.0),
+        routed_scale: keys.real("routed_scaling_factor")?,
         index_heads: keys.count("index_n_heads")?,
         index_dim: keys.count("index_head_dim")?,
         top_k: keys.count("index_topk")?,
@@ -446,6 +446,14 @@ impl Keys<'_> {
 
     fn count_or_zero(&self, key: &str) -> Result<usize, RefError> {
         self.size(key, &self.need(key, "a count")?, 0, LARGEST)
+    }
+
+    /// Groups of experts, and how many of them are used. No key and zero both say that there are none: all experts are one
+    /// group, which is used. Where there are several, none used is damage.
+    fn groups(&self, all: &str, used: &str) -> Result<(usize, usize), RefError> {
+        let groups = self.optional(all, Keys::count_or_zero)?.unwrap_or(1).max(1);
+        let read = if groups == 1 { Keys::count_or_zero } else { Keys::count };
+        Ok((groups, self.optional(used, read)?.unwrap_or(1).max(1)))
     }
 
     fn layers(&self, key: &str) -> Result<usize, RefError> {

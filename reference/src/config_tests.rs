@@ -93,10 +93,58 @@ fn types_are_read_as_bools_or_integers() {
     let mut hand = gguf();
     let list = |n: usize| Meta::Array((0..n).map(|i| Meta::I64(i64::from(i % 2 == 0))).collect());
     set(&mut hand, "attention.indexer.types", list(9));
-    let c = RefConfig::from_raw(&hand, Eps::File).expect("valid");
-    assert_eq!(c.index_full, [true, false, true, false, true, false, true, false]);
+    let full = |hand: &Hand| RefConfig::from_raw(hand, Eps::File).map(|c| c.index_full);
+    let every_other = Ok(vec![true, false, true, false, true, false, true, false]);
+    assert_eq!(full(&hand), every_other);
+    // As in C, all but 0 are true.
+    let bytes = |of: fn(i64) -> Meta| Meta::Array((0..9).map(|i| of(if i % 2 == 0 { 255 - i } else { 0 })).collect());
+    for types in [bytes(Meta::I64), bytes(|i| Meta::I64(-i)), bytes(|i| Meta::U64(i.unsigned_abs()))] {
+        set(&mut hand, "attention.indexer.types", types);
+        assert_eq!(full(&hand), every_other);
+    }
+    set(&mut hand, "attention.indexer.types", bytes(|_| Meta::F64(1.0)));
+    assert!(full(&hand).is_err());
     set(&mut hand, "attention.indexer.types", list(7));
     assert!(RefConfig::from_raw(&hand, Eps::File).is_err());
+}
+
+#[test]
+fn zero_groups_are_no_groups() {
+    for (make, all, used) in [
+        (gguf as fn() -> Hand, "glm-dsa.expert_group_count", "glm-dsa.expert_group_used_count"),
+        (hf, "n_group", "topk_group"),
+    ] {
+        let read = |groups: u64, groups_used: u64| {
+            let mut hand = make();
+            hand.meta.insert(all.into(), Meta::U64(groups));
+            hand.meta.insert(used.into(), Meta::U64(groups_used));
+            RefConfig::from_raw(&hand, Eps::File).map(|c| (c.groups, c.groups_used))
+        };
+        for none in [(0, 0), (1, 0), (0, 1), (1, 1)] {
+            assert_eq!(read(none.0, none.1), Ok((1, 1)), "{all} {none:?}");
+        }
+        assert_eq!(read(4, 2), Ok((4, 2)));
+        assert!(matches!(read(4, 0), Err(RefError::Key { key, .. }) if key == used));
+    }
+}
+
+/// The classes that read these files have defaults of their own, which are not the same ones.
+#[test]
+fn a_number_without_an_agreed_default_must_be_there() {
+    let named = |hand: &Hand| match RefConfig::from_raw(hand, Eps::File) {
+        Err(RefError::Key { key, .. }) => key,
+        other => panic!("{other:?}"),
+    };
+    let (mut a, mut b, mut c) = (gguf(), hf(), hf());
+    a.meta.remove("glm-dsa.expert_weights_scale");
+    assert_eq!(named(&a), "glm-dsa.expert_weights_scale");
+    b.meta.remove("routed_scaling_factor");
+    assert_eq!(named(&b), "routed_scaling_factor");
+    c.meta.insert("index_topk_freq".into(), Meta::U64(4));
+    assert_eq!(named(&c), "index_skip_topk_offset");
+    c.meta.insert("index_skip_topk_offset".into(), Meta::U64(3));
+    let full = [true, true, true, false, false, false, true, false];
+    assert_eq!(RefConfig::from_raw(&c, Eps::File).map(|c| c.index_full), Ok(full.to_vec()));
 }
 
 #[test]

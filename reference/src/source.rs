@@ -41,12 +41,12 @@ impl Meta {
         }
     }
 
-    /// The value as a truth value: a bool, or an integer that is 0 or 1.
+    /// The value as a truth value: a bool, or an integer, of which all but 0 are true.
     pub fn as_flag(&self) -> Option<bool> {
-        match (self, self.as_count()) {
-            (Meta::Bool(v), _) => Some(*v),
-            (_, Some(0)) => Some(false),
-            (_, Some(1)) => Some(true),
+        match self {
+            Meta::Bool(v) => Some(*v),
+            Meta::U64(v) => Some(*v != 0),
+            Meta::I64(v) => Some(*v != 0),
             _ => None,
         }
     }

@@ -119,11 +119,15 @@ impl Value {
         }
     }
 
-    /// The value as a truth value; integers count as C does.
+    /// The value as a truth value; integers count as C does: all but 0 are true.
     pub fn as_bool(&self) -> Option<bool> {
-        match self {
-            Value::Bool(v) => Some(*v),
-            other => other.as_u64().map(|v| v != 0),
+        match *self {
+            Value::Bool(v) => Some(v),
+            Value::I8(v) => Some(v != 0),
+            Value::I16(v) => Some(v != 0),
+            Value::I32(v) => Some(v != 0),
+            Value::I64(v) => Some(v != 0),
+            ref unsigned => unsigned.as_u64().map(|v| v != 0),
         }
     }
 

@@ -281,7 +281,7 @@ pub(super) fn from_gguf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         shared_experts: r.uint("shared experts", "expert_shared_count", 0)?,
         expert_ffn: r.uint_over("expert ffn", "expert_feed_forward_length", 1, dense_layers..blocks)?,
         groups: r.optional("expert groups", "expert_group_count", 0)?.unwrap_or(1).max(1),
-        groups_used: r.optional("expert groups used", "expert_group_used_count", 0)?.unwrap_or(1).max(1),
+        groups_used: r.optional("expert groups used", "expert_group_used_count", 0)?.unwrap_or(1),
         gating,
         expert_norm,
         expert_scale: r.float("expert scale", "expert_weights_scale")? as f32,
@@ -440,7 +440,7 @@ pub(super) fn from_hf(meta: &dyn Metadata) -> Result<Config, ConfigError> {
         shared_experts: r.uint("shared experts", "n_shared_experts", 0)?,
         expert_ffn: r.uint("expert ffn", "moe_intermediate_size", 1)?,
         groups: r.optional("expert groups", "n_group", 0)?.unwrap_or(1).max(1),
-        groups_used: r.optional("expert groups used", "topk_group", 0)?.unwrap_or(1).max(1),
+        groups_used: r.optional("expert groups used", "topk_group", 0)?.unwrap_or(1),
         gating,
         expert_norm,
         expert_scale: r.float("expert scale", "routed_scaling_factor")? as f32,
@@ -537,7 +537,10 @@ fn hf_indexer_types(r: &mut Reader, layers: usize) -> Result<Vec<Indexer>, Confi
 }
 
 /// Rules that hold for both forms.
-fn check(c: Config) -> Result<Config, ConfigError> {
+fn check(mut c: Config) -> Result<Config, ConfigError> {
+    if c.groups == 1 {
+        c.groups_used = c.groups_used.max(1); // no groups, of which none is used
+    }
     let stated = |name| stated(&c.facts, name);
     let within = c.experts / c.groups.min(c.experts) * c.groups_used;
     let pairs: [(bool, [&'static str; 2], String); 6] = [

@@ -10,6 +10,7 @@ use crate::common::{Model, NANO52, golden, put};
 use crate::stages::{data, edited, failures, matches, nano, only, seeded, subject};
 use lockstep::checkpoint::{Checkpoint, Standing};
 use lockstep::gguf::Value;
+use lockstep::gguf::value::Array;
 use lockstep::quant::QuantType;
 use lockstep::report::{StageReport, Verdict};
 use lockstep::tokenize::OtherTemplate;
@@ -165,6 +166,28 @@ fn a_whole_kv_b_without_mla_keys_is_one_answer() {
     refused(&whole(40), &["key_length_mla", "older converter"]);
 }
 
+/// Files say "no groups" by 0, by 1 and by no key, and truth by any integer but 0; engine and reference read them alike.
+#[test]
+fn zero_groups_and_integers_that_are_true_are_read_alike() {
+    let groups = |all, used| {
+        let set = |model: Model, key: &str, n| model.set(&format!("glm-dsa.{key}"), Value::U32(n));
+        set(set(nano(), "expert_group_count", all), "expert_group_used_count", used)
+    };
+    for (all, used) in [(0, 0), (1, 0), (0, 1)] {
+        matches(&judged(&groups(all, used)), 150);
+    }
+    let (all, used) = ("glm-dsa.expert_used_count = 2", "glm-dsa.expert_group_used_count = 0");
+    refused(&groups(4, 0), &[all, used]);
+    matches(&judged(&groups(4, 2)), 150);
+
+    let types = |list| nano().set("glm-dsa.attention.indexer.types", Value::Array(list));
+    matches(&judged(&types(Array::U8(vec![255; 7]))), 150);
+    matches(&judged(&types(Array::I8(vec![-1; 7]))), 150);
+    let shared = judged(&types(Array::U8(vec![255, 255, 255, 255, 0, 0, 255])));
+    let bad = failures(&shared);
+    assert!(bad.len() == 2 && bad[0].1.contains("says that layer 4 shares the choice of layer 3"), "{bad:?}");
+}
+
 // ---- indexers
 
 /// nano52, whose pattern is FFFSSF, without the key that says so and with copies of layer 2's indexer.
@@ -215,7 +238,7 @@ fn an_indexer_that_a_stated_pattern_passes_over_is_a_warning() {
     let key = "glm-dsa.attention.indexer.types";
     let shared = |copies: bool| {
         let types = [true, true, true, true, false, false];
-        let mut model = nano().set(key, Value::Array(lockstep::gguf::value::Array::Bool(types.to_vec())));
+        let mut model = nano().set(key, Value::Array(Array::Bool(types.to_vec())));
         for layer in [4, 5] {
             let prefix = format!("blk.{layer}.indexer.");
             for (tensor, bytes) in model.tensors.clone() {

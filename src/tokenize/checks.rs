@@ -207,7 +207,7 @@ impl Tokenizer {
             let keys: Vec<&str> = stop.sources.iter().map(StopSource::key).collect();
             bad.push(format!("{} is {} {:?}, {kind} (type {ty})", keys.join(" and "), stop.id, stop.literal));
         }
-        let detail = format!("STOP_TYPE: {}; what ends a turn must be a control token: {stops}", bad.join("; "));
+        let detail = format!("STOP_TYPE: {}; what ends a turn must be a control or user-defined token: {stops}", bad.join("; "));
         if bad.is_empty() { Ok(stops.to_string()) } else { Err(detail.into()) }
     }
 

@@ -279,6 +279,8 @@ fn what_ends_a_turn_must_be_a_control_token() {
         assert!(stops.finding == Finding::Fails && stops.detail.contains(&says), "{stops:?}");
         *id(&mut spec) = Some(4080);
         assert!(check(&spec.checks(None, None), "stop ids").holds());
+        spec.types[4080] = 4;
+        assert!(check(&spec.checks(None, None), "stop ids").holds(), "a user-defined token");
     }
     let spec = TokenizerSpec { extra_eos: vec![7], ..gguf_spec(NANO) };
     assert!(check(&spec.checks(None, None), "stop ids").detail.contains("generation_config.json is 7"));

@@ -39,8 +39,16 @@ struct Odd {
 
 fn odd(judge: &Judge<'_>, trace: &Trace, place: Place) -> Option<Odd> {
     let copies = trace.ranks(place)?;
+    let mut read = Vec::new();
+    for input in judge.inputs(place)? {
+        // A choice is judged by what its scores are made from, so that these need not be there.
+        match trace.ranks(input) {
+            None => read.extend(judge.inputs(input)?),
+            Some(_) => read.push(input),
+        }
+    }
     // What is summed over ranks, or gathered, all ranks read alike.
-    let read = judge.inputs(place)?.into_iter().filter(|input| input.point.layout() == Layout::Replicated);
+    let read = read.into_iter().filter(|input| input.point.layout() == Layout::Replicated);
     let read: Vec<Vec<&Captured>> = read.map(|input| trace.ranks(input)).collect::<Option<_>>()?;
     let first = copies.first()?;
     for (rank, copy) in copies.iter().enumerate().skip(1) {

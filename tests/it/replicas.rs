@@ -3,7 +3,7 @@
 use crate::common::PICO;
 use crate::common::subject::{Silent, show, subject};
 use lockstep::model::{Place, Point};
-use lockstep::probe::{Trace, Values};
+use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::activations;
 use lockstep::verify::subject::{points_of, run_prompt};
@@ -26,7 +26,7 @@ fn judged(target: Trace) -> StageReport {
 fn altered(run: &Trace, place: Place, ranks: &[usize], factor: f32) -> Trace {
     let captured = (0..run.tp).map(|rank| {
         let all = run.places().into_iter().map(|p| run.ranks(p).expect("captured")[rank].clone());
-        let alter = |mut one: lockstep::probe::Captured| {
+        let alter = |mut one: Captured| {
             let width = one.row_len();
             if let (true, Values::F32(values)) = (one.place == place && ranks.contains(&rank), &mut one.values) {
                 values[ROW * width..(ROW + 1) * width].iter_mut().for_each(|v| *v *= factor);
@@ -52,6 +52,39 @@ fn a_copy_that_differs_is_named_with_rank_row_and_values() {
     }
     let clean = judged(altered(&run, Place::trunk(2, Point::QANorm), &[1], 1.0));
     assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
+}
+
+/// Another engine's dump may lack the scores that a choice is made from; what those are made from says as much.
+#[test]
+fn a_choice_that_differs_is_named_without_its_scores() {
+    let run = run();
+    for (choice, scores) in [(Point::IndexTopk, Point::IndexScores), (Point::ExpertIds, Point::ChoiceScores)] {
+        let place = Place::trunk(2, choice);
+        let found = |damaged: bool, with_scores: bool| {
+            let exchange = |mut one: Captured, rank: usize| {
+                let width = one.row_len();
+                if let (true, 1, Values::I32(values)) = (damaged && one.place == place, rank, &mut one.values) {
+                    values[ROW * width..(ROW + 1) * width].reverse();
+                }
+                one
+            };
+            let kept = |p: &Place| with_scores || p.point != scores;
+            let of_rank = |rank: usize| {
+                let all = run.places().into_iter().filter(kept).map(|p| run.ranks(p).expect("captured")[rank].clone());
+                all.map(|one| exchange(one, rank)).collect()
+            };
+            let captured = (0..run.tp).map(of_rank).collect();
+            let report = judged(Trace::new(run.producer.clone(), run.ids.clone(), run.attention, captured));
+            let check = report.checks.iter().find(|c| c.name == place.to_string()).expect("judged");
+            (check.verdict, check.detail.clone())
+        };
+        for with_scores in [true, false] {
+            let (verdict, detail) = found(true, with_scores);
+            let says = format!("COPIES: rank 1's copy differs from rank 0's at token {ROW}");
+            assert!(verdict == Verdict::Divergent && detail.contains(&says), "{place}: {verdict:?}: {detail}");
+            assert_eq!(found(false, with_scores).0, Verdict::Match, "{place}");
+        }
+    }
 }
 
 #[test]

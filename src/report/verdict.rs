@@ -105,6 +105,11 @@ impl Check {
         Check { name: name.into(), verdict, detail: detail.into(), rho: None, data: Map::new() }
     }
 
+    /// What is told to whoever reads, and could not have turned out badly: no check.
+    pub fn information(name: impl Into<String>, detail: impl std::fmt::Display) -> Self {
+        Check::new(name, Verdict::NotApplicable, format!("for information: {detail}"))
+    }
+
     /// Judged by the noise floor: the error in its units, and the limit.
     pub fn of_floor(self, rho: (f64, f64)) -> Self {
         Check { rho: Some(rho), ..self }
@@ -164,7 +169,7 @@ pub struct StageReport {
     pub summary: String,
     /// Every check that is worth a line; all that did not match are here.
     pub checks: Vec<Check>,
-    /// How many checks were made, including those without a line.
+    /// How many checks were made, including those without a line; what did not apply was not made.
     pub made: usize,
     /// Wall time.
     pub seconds: f64,
@@ -199,13 +204,18 @@ impl StageReport {
 
     /// From checks, all of them kept.
     pub fn new(stage: &'static str, summary: impl Into<String>, checks: Vec<Check>) -> Self {
-        let (made, reach) = (checks.len(), Reach::default());
+        let (made, reach) = (StageReport::made(&checks), Reach::default());
         StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach, cost: None }
     }
 
     /// The worst verdict; a stage without a single check is unmeasured.
     pub fn verdict(&self) -> Verdict {
         self.checks.iter().map(|c| c.verdict).max().unwrap_or(Verdict::Unmeasured)
+    }
+
+    /// How many of these were made.
+    pub fn made(checks: &[Check]) -> usize {
+        checks.iter().filter(|c| c.verdict != Verdict::NotApplicable).count()
     }
 
     /// The largest error in units of its limit.

@@ -9,10 +9,10 @@ use serde::Deserialize;
 
 use super::logits::{fed, judge};
 use super::{Subject, VerifyError};
-use crate::engine::Engine;
 use crate::engine::kv::PAGE;
 use crate::engine::sampler::Sampling;
 use crate::engine::scheduler::{Request, Scheduler};
+use crate::engine::{Engine, Recipe};
 use crate::report::{Check, Progress, Verdict};
 use crate::tokenize::{ChatMessage, Tokenizer};
 
@@ -92,7 +92,7 @@ pub(super) fn run(
         if lost.is_empty() { "none".into() } else { lost.join(", ") }
     );
     // A lost answer that the CPU engine gives is a text that parts, and is judged below; for the rest the model is to blame.
-    checks.push(Check::new("chat turns, known answers", Verdict::NotApplicable, format!("for information: {detail}")));
+    checks.push(Check::information("chat turns, known answers", detail));
     let names: Vec<String> = parted
         .iter()
         .map(|i| {
@@ -100,11 +100,18 @@ pub(super) fn run(
             format!("{} at token {at}", asks[*i].ask)
         })
         .collect();
-    let detail = match names.len() {
-        0 => format!("all {} texts are equal", asks.len()),
-        n => format!("{} texts are equal; {n} part and are judged below: {}", asks.len() - n, names.join(", ")),
-    };
-    checks.push(Check::new("chat turns = CPU engine", Verdict::Match, detail));
+    let name = "chat turns = CPU engine";
+    checks.push(match names.len() {
+        0 if itself(subject) => Check::information(name, "it is the CPU engine, on one rank, that was asked"),
+        0 => Check::exact(name, true, format!("all {} texts are equal", asks.len())),
+        n => {
+            let equal = asks.len() - n;
+            Check::information(
+                name,
+                format!("{equal} texts are equal; {n} part and are judged below: {}", names.join(", ")),
+            )
+        }
+    });
     for i in parted {
         let name = format!("turn {}", asks[i].ask);
         // The text that came, from a batch of many, is the one that is judged.
@@ -112,6 +119,16 @@ pub(super) fn run(
         judge(subject, &run, false, progress, checks)?;
     }
     Ok(())
+}
+
+/// Whether the engine under test is the one that it is compared with, so that nothing could be found.
+fn itself(subject: &Subject) -> bool {
+    let backend = subject.engines.backend();
+    #[cfg(feature = "cuda")]
+    let cpu = backend.cuda().is_none();
+    #[cfg(not(feature = "cuda"))]
+    let cpu = true;
+    cpu && subject.tp == 1 && backend.recipe() == Recipe::Strict
 }
 
 /// The ids that follow each prompt, the stop id included.

@@ -30,20 +30,17 @@ const STAGE: &str = "file";
 /// None of its own: what is wrong with a file is a finding.
 pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, VerifyError> {
     let checkpoint = &subject.checkpoint;
-    let mut checks = vec![container(checkpoint)];
-    checks.extend(warnings(checkpoint));
+    let mut checks = container(checkpoint);
     // A number that is wrong explains the many tensors that do not fit it, so it comes first.
     let trust = trust::checks(checkpoint);
-    let mut made = trust.len();
     let (contradicted, others) = trust.into_iter().partition::<Vec<_>, _>(|c| c.verdict == Verdict::Divergent);
-    let contradictions = contradicted.len();
     checks.extend(contradicted);
     checks.extend(coverage(checkpoint));
     checks.extend(forms(checkpoint));
     checks.push(types(checkpoint));
     checks.push(kv_b(checkpoint, subject.baseline.is_some()));
     checks.push(dequantised(checkpoint));
-    made += checks.len() - contradictions;
+    let mut made = StageReport::made(&checks) + StageReport::made(&others);
     let (readings, compared) = config::readings(checkpoint);
     made += compared;
     checks.extend(readings);
@@ -65,8 +62,8 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     Ok(StageReport { made, ..StageReport::new(STAGE, summary, checks) })
 }
 
-/// What the reader has established, so that a complete file is never called truncated.
-fn container(checkpoint: &Checkpoint) -> Check {
+/// What the reader has established, so that a complete file is never called truncated, or what it found odd.
+fn container(checkpoint: &Checkpoint) -> Vec<Check> {
     let source = checkpoint.source();
     let detail = match source.gguf() {
         Some(gguf) => {
@@ -83,12 +80,10 @@ fn container(checkpoint: &Checkpoint) -> Check {
             format!("{}, all tensor data present, nothing is named twice", plural(files.len(), "file"))
         }
     };
-    Check::exact("container", true, detail)
-}
-
-fn warnings(checkpoint: &Checkpoint) -> Vec<Check> {
-    let warnings = checkpoint.source().warnings().into_iter();
-    warnings.map(|w| Check::new("container", Verdict::Drift, w)).collect()
+    match source.warnings() {
+        odd if odd.is_empty() => vec![Check::exact("container", true, detail)],
+        odd => odd.into_iter().map(|odd| Check::new("container", Verdict::Drift, odd)).collect(),
+    }
 }
 
 /// Parameters that are there in a form which this build cannot read: nothing is said against the file.
@@ -214,9 +209,11 @@ fn kv_b(checkpoint: &Checkpoint, has_baseline: bool) -> Check {
     let detail = format!("split, k_b [head][latent {}][nope {}]", c.kv_lora, c.nope);
     match (c.nope == c.kv_lora, has_baseline) {
         (false, _) => Check::exact(name, true, format!("{detail}: the axes differ, so a transposed one would not fit")),
-        (true, true) => {
-            Check::exact(name, true, format!("{detail}: both axes alike, stage weights compares the values"))
-        }
+        (true, true) => Check::new(
+            name,
+            Verdict::NotApplicable,
+            format!("{detail}: both axes alike, so it is for stage weights to compare the values with the baseline's"),
+        ),
         (true, false) => Check::new(
             name,
             Verdict::Unmeasured,
@@ -245,5 +242,5 @@ fn dequantised(checkpoint: &Checkpoint) -> Check {
             format!("{n} on load, to f32: {}{more}", list[..n.min(6)].join(", "))
         }
     };
-    Check::exact("dequantised", true, detail)
+    Check::information("dequantised", detail)
 }

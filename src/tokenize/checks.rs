@@ -77,6 +77,8 @@ pub const PROBE: [&str; 49] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Finding {
+    /// There is nothing that it could be asked of, for the reason given.
+    NotApplicable,
     /// It holds.
     Holds,
     /// It does not, and there are sound files of which that is true.
@@ -112,7 +114,12 @@ impl From<String> for Problem {
 
 impl From<TokenizeError> for Problem {
     fn from(error: TokenizeError) -> Self {
-        Problem(if error.is_lack() { Finding::Unmeasured } else { Finding::Fails }, error.to_string())
+        let finding = match &error {
+            TokenizeError::TemplateAbsent => Finding::NotApplicable,
+            error if error.is_lack() => Finding::Unmeasured,
+            _ => Finding::Fails,
+        };
+        Problem(finding, error.to_string())
     }
 }
 
@@ -154,9 +161,9 @@ impl Tokenizer {
             ("built", Ok(built(spec))),
             ("vocabulary", self.vocabulary(vocab_rows)),
             ("chat template", template(&prompt, spec)),
-            ("template text", self.template_text()),
+            ("template text", renders(&prompt).and_then(|()| self.template_text())),
             ("template literals", self.template_literals(spec, prompt.as_deref().unwrap_or_default())),
-            ("generation prompt", self.generation_prompt()),
+            ("generation prompt", renders(&prompt).and_then(|()| self.generation_prompt())),
             ("stop ids", self.stops_are_control(spec)),
             ("bos", self.bos(spec, prompt.as_deref().ok())),
             ("merges", self.merges(spec)),
@@ -180,7 +187,18 @@ impl Tokenizer {
     fn generation_prompt(&self) -> Fact {
         let turn = [ChatMessage::new("user", "Why?")];
         let render = |open| self.render_chat(&turn, open, &Map::new());
-        let (Ok(open), Ok(closed)) = (render(true), render(false)) else { return Ok("no template to render".into()) };
+        let open = render(true)?;
+        let closed = match render(false) {
+            Ok(closed) => closed,
+            Err(error) if error.is_lack() => return Err(error.into()),
+            Err(error) => {
+                let detail = format!(
+                    "GENERATION_PROMPT: the template refuses a turn without add_generation_prompt, so nothing tells what \
+                     opens the assistant's: {error}"
+                );
+                return Err(Problem(Finding::Doubtful, detail));
+            }
+        };
         if open == closed {
             let detail = format!(
                 "GENERATION_PROMPT: the template renders {open:?} with add_generation_prompt and without, so nothing opens \
@@ -207,7 +225,8 @@ impl Tokenizer {
             let keys: Vec<&str> = stop.sources.iter().map(StopSource::key).collect();
             bad.push(format!("{} is {} {:?}, {kind} (type {ty})", keys.join(" and "), stop.id, stop.literal));
         }
-        let detail = format!("STOP_TYPE: {}; what ends a turn must be a control or user-defined token: {stops}", bad.join("; "));
+        let detail =
+            format!("STOP_TYPE: {}; what ends a turn must be a control or user-defined token: {stops}", bad.join("; "));
         if bad.is_empty() { Ok(stops.to_string()) } else { Err(detail.into()) }
     }
 
@@ -254,7 +273,7 @@ impl Tokenizer {
 
     /// Every marker in the template's source and in a rendered prompt is one id of a control or user-defined token.
     fn template_literals(&self, spec: &TokenizerSpec, prompt: &str) -> Fact {
-        let source = spec.chat_template.as_deref().unwrap_or_default();
+        let source = spec.chat_template.as_deref().ok_or(TokenizeError::TemplateAbsent)?;
         // The second and third kinds are often plain text or Jinja, too.
         let marker = Regex::new(r"<\|[^<>|\s{}']+\|>|</?[A-Za-z_]+>|\[[A-Za-z_]+\]").map_err(|e| e.to_string())?;
         let markers: BTreeSet<&str> =
@@ -284,7 +303,11 @@ impl Tokenizer {
 
     /// A chat prompt begins with exactly one BOS, or with none where the file says so.
     fn bos(&self, spec: &TokenizerSpec, prompt: Option<&str>) -> Fact {
-        let Some(bos) = spec.bos else { return Ok("the file names none, none is added".into()) };
+        let none = |why: &str| Err(Problem(Finding::NotApplicable, why.into()));
+        let Some(bos) = spec.bos else { return none("the file names none, none is added") };
+        if prompt.is_none() && self.tokenizer_bos().is_none() {
+            return none("no chat prompt to look at, and the tokenizer adds none");
+        }
         let leading = |ids: Result<Vec<u32>, TokenizeError>| match ids {
             Ok(ids) => Ok(ids.iter().take_while(|id| **id == bos).count()),
             Err(error) => Err(Problem::from(error)),
@@ -293,8 +316,7 @@ impl Tokenizer {
         let (by_template, served) = (leading(self.encode(text, true))?, leading(self.prompt_ids(text))?);
         let by_tokenizer = usize::from(self.tokenizer_bos().is_some());
         let both = by_template + by_tokenizer;
-        // Without a template there is no chat prompt, and the tokenizer's word is all there is.
-        let ok = served == 1 || (served == 0 && (prompt.is_none() || spec.add_bos == Some(false)));
+        let ok = served == 1 || (served == 0 && spec.add_bos == Some(false));
         let detail =
             format!("template adds {by_template}, tokenizer adds {by_tokenizer} -> {both} at the start; fed: {served}");
         if ok && both > 1 {
@@ -364,11 +386,19 @@ fn built(spec: &TokenizerSpec) -> String {
     )
 }
 
-/// The chat template renders, or there is none; and what others there are.
+/// What is asked of a prompt needs one; that there is none is told once, by the check of the template itself.
+fn renders(prompt: &Result<String, TokenizeError>) -> Result<(), Problem> {
+    match prompt {
+        Ok(_) => Ok(()),
+        Err(error @ TokenizeError::TemplateAbsent) => Err(error.clone().into()),
+        Err(_) => Err(Problem(Finding::NotApplicable, "the chat template does not render".into())),
+    }
+}
+
+/// The chat template renders; and what others there are.
 fn template(prompt: &Result<String, TokenizeError>, spec: &TokenizerSpec) -> Fact {
     let detail = match prompt {
         Ok(prompt) => format!("renders: {prompt:?}"),
-        Err(TokenizeError::TemplateAbsent) => "none in the file: plain completion only".into(),
         Err(error) => return Err(error.clone().into()),
     };
     let names = |rival: bool| -> Vec<&str> {

@@ -33,12 +33,12 @@ impl Tokenizer {
     pub(super) fn template_text(&self) -> Fact {
         let turns: Vec<ChatMessage> = TURNS.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect();
         let alone = [ChatMessage::new("user", ALONE)];
+        let single = self.rendered(&alone).map(|text| (text, &[("user", ALONE)][..]))?;
         // Some refuse a system's turn.
         let whole = self.rendered(&turns).map(|text| (text, &TURNS[..]));
-        let whole = whole.or_else(|_| self.rendered(&turns[1..]).map(|text| (text, &TURNS[1..])));
+        let whole = whole.or_else(|_| self.rendered(&turns[1..]).map(|text| (text, &TURNS[1..])))?;
         let (mut lost, mut doubtful, mut seen) = (Vec::new(), Vec::new(), Vec::new());
-        let single = self.rendered(&alone).map(|text| (text, &[("user", ALONE)][..]));
-        for (prompt, texts) in [single, whole].into_iter().flatten() {
+        for (prompt, texts) in [single, whole] {
             for (role, text) in texts {
                 let said = match prompt.matches(text).count() {
                     1 => {
@@ -62,9 +62,6 @@ impl Tokenizer {
                  is never asked what was typed: take the publisher's template"
             );
             return Err(Problem(finding, detail));
-        }
-        if seen.is_empty() {
-            return Ok("no template to render".into());
         }
         seen.sort_unstable();
         seen.dedup();

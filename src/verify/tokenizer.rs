@@ -2,12 +2,13 @@
 //! tokenizer.json where there is one? A prompt that is cut into the wrong ids looks like a fault of the engine.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::PathBuf;
 
 use super::{Subject, VerifyError};
 use crate::checkpoint::{Checkpoint, Naming};
+use crate::report::table::plural;
 use crate::report::{Check, Progress, StageReport, Verdict};
-use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, Tokenizer, TokenizerSpec, tool_turns};
+use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, TokenizeError, Tokenizer, TokenizerSpec, tool_turns};
 
 const STAGE: &str = "tokenizer";
 
@@ -43,6 +44,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     });
     let facts = spec.checks(Some(checkpoint.config().vocab), other.as_ref());
     let verdict = |finding| match finding {
+        Finding::NotApplicable => Verdict::NotApplicable,
         Finding::Holds => Verdict::Match,
         Finding::Doubtful => Verdict::Drift,
         Finding::Unmeasured => Verdict::Unmeasured,
@@ -55,7 +57,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     progress.at("tokenizers", 1, 1);
     let beside = match (&other, &json) {
         (Some(_), Some((path, _))) => format!("compared with {path}"),
-        _ => "by itself: without a tokenizer.json the pre-tokenizer, the special tokens and the chat template are taken on \
+        _ => "by itself: without a tokenizer.json beside it the pre-tokenizer, the special tokens and the chat template are taken on \
               trust"
             .into(),
     };
@@ -80,17 +82,22 @@ fn has_tokenizer(checkpoint: &Checkpoint) -> bool {
             let keys = ["tokenizer.ggml.tokens", "tokenizer.ggml.model"];
             keys.iter().any(|key| checkpoint.source().metadata().get(key).is_some())
         }
-        Naming::Hf => json_path(checkpoint).is_file(),
+        Naming::Hf => json_path(checkpoint).is_some_and(|path| path.is_file()),
     }
 }
 
-fn json_path(checkpoint: &Checkpoint) -> std::path::PathBuf {
-    Path::new(checkpoint.name()).join("tokenizer.json")
+/// Where a tokenizer.json stands beside a model's files; nowhere for the built-in one.
+fn json_path(checkpoint: &Checkpoint) -> Option<PathBuf> {
+    let folder = match checkpoint.source().naming() {
+        Naming::Gguf => checkpoint.files().first()?.parent()?.to_path_buf(),
+        Naming::Hf => checkpoint.name().into(),
+    };
+    Some(folder.join("tokenizer.json"))
 }
 
-/// The tokenizer.json of a Hugging Face folder: its path and its text.
+/// The tokenizer.json beside a model: its path and its text.
 fn tokenizer_json(checkpoint: &Checkpoint) -> Option<(String, String)> {
-    let path = (checkpoint.source().naming() == Naming::Hf).then(|| json_path(checkpoint))?;
+    let path = json_path(checkpoint)?;
     let text = std::fs::read_to_string(&path).ok()?;
     Some((path.display().to_string(), text))
 }
@@ -162,24 +169,38 @@ fn template(spec: &TokenizerSpec, theirs: &TokenizerSpec) -> Check {
     let (Ok(own), Ok(other)) = (Tokenizer::new(spec), Tokenizer::new(theirs)) else {
         return Check::new(name, Verdict::Unmeasured, "one of the tokenizers cannot be built");
     };
+    let mut only_here = String::new();
     for (turns, open) in CONVERSATIONS {
         let turns: Vec<ChatMessage> = turns.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect();
         let render = |tokenizer: &Tokenizer| tokenizer.render_chat(&turns, open, &serde_json::Map::new());
-        if let (Ok(here), Ok(there)) = (render(&own), render(&other))
-            && here != there
-        {
-            let at = here.chars().zip(there.chars()).take_while(|(a, b)| a == b).count();
-            let rest = |text: &str| text.chars().skip(at).collect::<String>();
-            let detail = format!(
-                "TEMPLATE: {} become {here:?} here, {there:?} in the baseline; from character {at} on {:?} here, {:?} there",
-                crate::report::table::plural(turns.len(), "turn"),
-                rest(&here),
-                rest(&there)
-            );
-            return Check::exact(name, false, detail);
+        let what = plural(turns.len(), if open { "turn" } else { "closed turn" });
+        match (render(&own), render(&other)) {
+            (Ok(here), Ok(there)) if here != there => {
+                let at = here.chars().zip(there.chars()).take_while(|(a, b)| a == b).count();
+                let rest = |text: &str| text.chars().skip(at).collect::<String>();
+                let detail = format!(
+                    "TEMPLATE: {what} become {here:?} here, {there:?} in the baseline; from character {at} on {:?} here, \
+                     {:?} there",
+                    rest(&here),
+                    rest(&there)
+                );
+                return Check::exact(name, false, detail);
+            }
+            (Err(e), Ok(_)) => return refused(name, &what, &e, Verdict::Divergent),
+            (Ok(_), Err(e)) if only_here.is_empty() => {
+                only_here = format!("; {what} are refused by the baseline's: {e}")
+            }
+            _ => {}
         }
     }
-    tools(name, &sizes, [&own, &other])
+    tools(name, &format!("{sizes}{only_here}"), [&own, &other])
+}
+
+/// What the baseline renders and the model's own template does not: an error that is shown to whoever asks, not a prompt
+/// that nobody sees. What this build lacks says nothing.
+fn refused(name: &str, what: &str, error: &TokenizeError, verdict: Verdict) -> Check {
+    let verdict = if error.is_lack() { Verdict::Unmeasured } else { verdict };
+    Check::new(name, verdict, format!("TEMPLATE: {what}: rendered by the baseline's, refused here: {error}"))
 }
 
 /// Templates that make the same of plain turns, by what they make of tools. How a call is written is what publishers and
@@ -196,10 +217,7 @@ fn tools(name: &str, sizes: &str, [own, other]: [&Tokenizer; 2]) -> Check {
                 let detail = format!("TEMPLATE: {what} becomes{why} {here:?} here, {there:?} in the baseline");
                 return Check::new(name, if lost.is_some() { Verdict::Divergent } else { Verdict::Drift }, detail);
             }
-            (Err(e), Ok(_)) => {
-                let detail = format!("TEMPLATE: {what}, which the baseline renders, is refused here: {e}");
-                return Check::new(name, Verdict::Drift, detail);
-            }
+            (Err(e), Ok(_)) => return refused(name, what, &e, Verdict::Drift),
             _ => {}
         }
     }

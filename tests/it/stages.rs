@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 
 use crate::common::running::open;
 use crate::common::subject::{Silent, over};
-use crate::common::{GLM5_NANO, Model, NANO52, golden, pico_shard, tiny};
+use crate::common::{GLM5_NANO, Model, NANO52, golden, pico_shard, put, tiny};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::{Backend, CpuBackend, Engine, EngineError, Engines, Options};
 use lockstep::gguf::Value;
@@ -218,6 +218,25 @@ fn a_template_is_compared_by_what_it_renders() {
     only(&report, "chat template = baseline", &["plain turns, and of tools, is the same"]);
     assert_eq!(report.verdict(), Verdict::Drift);
     // A tool's answer that is written otherwise may be mended; one without its words is lost.
+    // What the baseline renders and this one refuses is no prompt at all; the other way round it is told.
+    let refusing =
+        |when: &str| with(format!("{{% if {when} %}}{{{{ raise_exception('not so') }}}}{{% endif %}}{source}"));
+    for (when, what) in [
+        ("messages[0].role == 'system'", "4 turns: rendered"),
+        ("not add_generation_prompt", "2 closed turns: rendered"),
+        ("messages | length == 1", "1 turn: rendered"),
+    ] {
+        let report = tokenizers(&refusing(when), Some(&model));
+        let found = report.checks.iter().find(|c| c.name == "chat template = baseline").unwrap();
+        assert!(found.detail.contains(what) && found.detail.contains("not so"), "{}", found.detail);
+        assert_eq!(found.verdict, Verdict::Divergent, "{when}");
+        let back = tokenizers(&model, Some(&refusing(when)));
+        only(&back, "chat template = baseline", &["are refused by the baseline's", "not so"]);
+        assert_eq!(back.verdict(), Verdict::Drift, "{when}");
+    }
+    let lacking = with(format!("{{% generation %}}{{% endgeneration %}}{source}"));
+    let report = tokenizers(&lacking, Some(&model));
+    assert_eq!(report.verdict(), Verdict::Unmeasured, "{:?}", failures(&report));
     let tool = "<|observation|>{{ m.content }}";
     let mended = tokenizers(&with(source.replace(tool, &tool.replacen("|>", "|> ", 1))), Some(&model));
     only(&mended, "chat template = baseline", &["a tool's answer becomes", "<|observation|> Ginger"]);
@@ -232,7 +251,8 @@ fn a_template_is_compared_by_what_it_renders() {
 #[test]
 fn without_a_template_it_is_said_what_cannot_be_done() {
     let report = tokenizers(&nano().unset("tokenizer.chat_template"), None);
-    matches(&report, 10);
+    matches(&report, 5);
+    assert_eq!(report.made, 5, "what needs a template is not made");
     assert!(
         report.summary.contains("no chat turn can be made: `generate` works with --raw only"),
         "{}",
@@ -245,6 +265,26 @@ fn without_a_template_it_is_said_what_cannot_be_done() {
 }
 
 // ---- weights
+/// A tokenizer.json is read where it stands: beside a GGUF as in a folder of Hugging Face's.
+#[test]
+fn a_tokenizer_json_beside_a_gguf_is_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = std::fs::read_to_string(golden("../tokenizer/tok/tokenizer.json")).unwrap();
+    let path = Model::read(&golden(NANO52)).write(folder.path(), "model.gguf");
+    let judged = || tokenizer::run(&subject(open_path(&path), 1), &Silent).unwrap();
+    let alone = judged();
+    matches(&alone, 9);
+    assert!(alone.summary.contains("by itself: without a tokenizer.json beside it"), "{}", alone.summary);
+    put(folder.path(), "tokenizer.json", source.as_bytes());
+    let both = judged();
+    matches(&both, alone.made + 2);
+    assert!(both.summary.contains("compared with "), "{}", both.summary);
+    put(folder.path(), "tokenizer.json", source.replacen("{1,3}", "", 1).as_bytes());
+    only(&judged(), "ids equal tokenizer.json's", &["first difference at"]);
+    put(folder.path(), "tokenizer.json", b"{}");
+    only(&judged(), "tokenizer.json", &["it cannot be run"]);
+}
+
 
 /// Engines that load other files than the ones under test.
 struct Loads(Arc<Checkpoint>);

@@ -137,7 +137,8 @@ fn good_files_pass_every_check_and_agree_with_tokenizer_json() {
     let json = JsonTokenizer::new(&text("tokenizer/tok/tokenizer.json")).unwrap();
     for spec in [gguf_spec(RANDOM[0]), hf_spec()] {
         let checks = spec.checks(Some(2048), Some(&json));
-        assert!(checks.iter().all(|c| c.holds()), "{checks:#?}");
+        let none = spec.bos.is_none().then_some("bos"); // named by none of these files
+        assert!(checks.iter().all(|c| c.holds() || Some(c.name) == none), "{checks:#?}");
         assert_eq!(checks.len(), 12);
     }
     let detail = check(&nano, "bos").detail.clone();
@@ -227,7 +228,45 @@ fn what_is_said_must_be_in_the_prompt_once() {
     says(refuses, Finding::Holds, "the words of assistant, user are");
     says(with(&|t| t.replace("'tool'", "'nobody'")), Finding::Holds, "tool answers not known");
     let none = TokenizerSpec { chat_template: None, ..gguf_spec(NANO) };
-    says(check(&none.checks(None, None), "template text").clone(), Finding::Holds, "no template");
+    says(check(&none.checks(None, None), "template text").clone(), Finding::NotApplicable, "no chat template");
+}
+
+/// What a template would have to be asked is not asked where there is none, and where it does not answer.
+#[test]
+fn without_a_prompt_nothing_is_said_of_it() {
+    let found =
+        |template: Option<String>| TokenizerSpec { chat_template: template, ..gguf_spec(NANO) }.checks(None, None);
+    let source = gguf_spec(NANO).chat_template.unwrap();
+    let none = found(None);
+    for name in ["chat template", "template text", "template literals", "generation prompt", "bos"] {
+        assert_eq!(check(&none, name).finding, Finding::NotApplicable, "{name}");
+        assert_eq!(check(&found(Some(source.clone())), name).finding, Finding::Holds, "{name}");
+    }
+    // One that never renders is told once.
+    let never = found(Some(format!("{{{{ raise_exception('never') }}}}{source}")));
+    for (name, finding) in [
+        ("chat template", Finding::Fails),
+        ("template text", Finding::NotApplicable),
+        ("generation prompt", Finding::NotApplicable),
+    ] {
+        assert_eq!(check(&never, name).finding, finding, "{name}");
+    }
+    // One that refuses some conversations is not taken for one that was asked.
+    let refuses =
+        |when: &str| found(Some(format!("{{% if {when} %}}{{{{ raise_exception('not so') }}}}{{% endif %}}{source}")));
+    let closed = refuses("not add_generation_prompt");
+    let open = check(&closed, "generation prompt");
+    let says = "the template refuses a turn without add_generation_prompt";
+    assert!(
+        open.finding == Finding::Doubtful && open.detail.contains(says) && open.detail.contains("not so"),
+        "{open:?}"
+    );
+    let single = refuses("messages | length == 1");
+    for name in ["template text", "generation prompt"] {
+        let refused = check(&single, name);
+        assert!(refused.finding == Finding::Fails && refused.detail.contains("not so"), "{refused:?}");
+    }
+    assert!(refuses("messages | length == 99").iter().all(Check::holds));
 }
 
 #[test]

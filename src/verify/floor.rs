@@ -47,18 +47,49 @@ pub fn sigmas<'a>(exact: &Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64
 
 /// The floor of every value by itself: see the module.
 fn spreads<'a>(exact: &Array2<f64>, runs: impl Iterator<Item = &'a Array2<f64>> + Clone) -> Array2<f64> {
-    let count = runs.clone().count().max(1) as f64;
-    let mut spread = Array2::zeros(exact.dim());
-    for run in runs {
-        let errors = spread.iter_mut().zip(run.iter().zip(exact)).filter(|(_, (b, r))| b.is_finite() && r.is_finite());
-        errors.for_each(|(sum, (b, r))| *sum += (b - r).powi(2) / count);
-    }
+    let count = runs.clone().count().max(1);
+    let mut squares = Array2::zeros(exact.dim());
+    runs.for_each(|run| add_squares(&mut squares, exact, run, count));
+    spread(squares, exact)
+}
+
+/// Adds a run's share, as one of `count`, to the mean squares of b - r.
+pub fn add_squares(squares: &mut Array2<f64>, exact: &Array2<f64>, run: &Array2<f64>, count: usize) {
+    let errors = squares.iter_mut().zip(run.iter().zip(exact)).filter(|(_, (b, r))| b.is_finite() && r.is_finite());
+    errors.for_each(|(sum, (b, r))| *sum += (b - r).powi(2) / count as f64);
+}
+
+/// s of every value from the mean squares of b - r.
+pub fn spread(mut spread: Array2<f64>, exact: &Array2<f64>) -> Array2<f64> {
     for (mut row, exact) in spread.rows_mut().into_iter().zip(exact.rows()) {
         let largest = exact.iter().filter(|r| r.is_finite()).fold(0.0, |most: f64, r| most.max(r.abs()));
         let least = row.mean().unwrap_or(0.0).max((2.0 * ulp_f32(largest)).powi(2));
         row.mapv_inplace(|s| s.max(least).sqrt());
     }
     spread
+}
+
+/// Energy of every block of adjacent columns that has enough values to decide, by the floor `spread` of its values, with
+/// its first and last column. `found` is the target's rows, `expected` what a value should be. None where the rows are too
+/// few to judge columns by.
+pub fn columns<'a, T: Copy + Into<f64> + 'a, R: IntoIterator<Item = &'a T>>(
+    found: impl ExactSizeIterator<Item = R>,
+    expected: impl Fn(usize, usize) -> f64,
+    spread: &Array2<f64>,
+) -> Vec<(usize, usize, Energy)> {
+    let (rows, width) = (found.len(), spread.ncols());
+    if rows < LEAST_ROWS {
+        return Vec::new();
+    }
+    let block = LEAST_VALUES.div_ceil(rows);
+    let mut blocks = vec![Energy::default(); width.div_ceil(block)];
+    for ((i, row), floors) in found.enumerate().zip(spread.rows()) {
+        for ((j, value), s) in row.into_iter().enumerate().zip(floors) {
+            blocks[j / block].add((*value).into(), expected(i, j), *s);
+        }
+    }
+    let ends = |(i, e): (usize, Energy)| (i * block, ((i + 1) * block).min(width) - 1, Energy { m: rows, ..e });
+    blocks.into_iter().enumerate().map(ends).collect()
 }
 
 /// What values should be, `[rows][values]`, and how far a legitimate run may be from them.

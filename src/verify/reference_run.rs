@@ -3,7 +3,8 @@
 //! A free-running comparison needs a floor that says how far errors travel through all layers. It is measured, not
 //! derived: the reference runs the same ids once in f64 and k >= 4 times in the target's recipe, each time with other
 //! legitimate orders of summation in *every* operation, so each run carries its own rounding from the first layer to the
-//! last. sigma of a row is the largest distance of any of these runs from the f64 one, as for a single operation.
+//! last. sigma of a row is the largest distance of any of these runs from the f64 one, as for a single operation; and the
+//! logits' columns have floors of their own, as there, so that one logit of 154,880 cannot hide in a row.
 //!
 //! Choices would make such a floor meaningless: one near tie that falls the other way changes a row by as much as a
 //! fault does. So all runs go on with the choices that the judged run made, and the choices themselves are judged
@@ -121,8 +122,15 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
                     floored.sigma.iter_mut().zip(sigma).for_each(|(s, other)| *s = s.max(other));
                 }
             }
+            if let (Some(logits), Some(run)) = (found.points.get_mut(&Place::LOGITS), distance.logits) {
+                let squares = logits.spread.get_or_insert_with(|| Array2::zeros(logits.exact.dim()));
+                floor::add_squares(squares, &logits.exact, &run, plan.variants.len());
+            }
             found.kl.push(distance.kl);
         }
+    }
+    if let Some(logits) = found.points.get_mut(&Place::LOGITS) {
+        logits.spread = logits.spread.take().map(|squares| floor::spread(squares, &logits.exact));
     }
     progress.at("reference runs", runs, runs);
     Ok(found)
@@ -133,6 +141,7 @@ pub fn measure(plan: &Plan<'_>, progress: &dyn Progress) -> Result<ReferenceRuns
 struct Distance {
     sigma: BTreeMap<Place, Vec<f64>>,
     kl: Vec<f64>,
+    logits: Option<Array2<f64>>,
 }
 
 fn distance(
@@ -148,6 +157,7 @@ fn distance(
         if place == Place::LOGITS {
             let rows = floored.exact.rows().into_iter().zip(values.rows());
             found.kl = rows.map(|(exact, value)| divergence(&exact.to_vec(), &value.to_vec())).collect();
+            found.logits = Some(values);
         }
     })?;
     Ok(found)
@@ -294,9 +304,9 @@ impl ReferenceRuns {
         Ok(())
     }
 
-    /// Judges a target's logits against a baseline's, row by row and all together, and its choices by their margins:
-    /// those that differ from `chosen`, or all. Every token of the target should be comparable. Choices at the places
-    /// of `absent` are not asked for.
+    /// Judges a target's logits against a baseline's, row by row, column by column and all together, and its choices by
+    /// their margins: those that differ from `chosen`, which are another run's, or all. Every token of the target should be
+    /// comparable, and every value of the baseline a number. Choices at the places of `absent` are not asked for.
     pub fn compare(
         &self,
         name: &str,
@@ -308,26 +318,41 @@ impl ReferenceRuns {
         let Some(floored) = self.logits() else {
             return Check::new(name, Verdict::Unmeasured, "the reference gave no logits");
         };
-        let found = target.logits.chunks_exact(floored.exact.ncols().max(1));
-        let rows = floored.energies(found, |t, i| Some(baseline(t, i)));
+        let width = floored.exact.ncols().max(1);
+        let found = || target.logits.chunks_exact(width);
+        let rows = floored.energies(found(), |t, i| Some(baseline(t, i)));
+        // A column's floor is no more than its own, and another run has an error of its own beside the target's.
+        let sides = if chosen.is_some() { 2f64.sqrt() } else { 1.0 };
+        let spread = floored.spread.as_ref().map(|spread| spread * sides);
+        let columns = spread.map_or(Vec::new(), |spread| floor::columns(found(), baseline, &spread));
+        let column = columns.iter().max_by(|a, b| a.2.share().total_cmp(&b.2.share()));
         let Choices { near_ties: replayed, outside, unjudged } = self.judge(&target.trace, chosen, rows.len(), absent);
         let tokens = target.trace.ids.len();
         let compared = rows.iter().filter(|e| e.m + e.misplaced > 0).count();
         let all: Energy = rows.iter().sum();
         let worst = rows.iter().enumerate().max_by(|a, b| a.1.share().total_cmp(&b.1.share()));
         let Some((token, worst)) = worst else { return Check::new(name, Verdict::Unmeasured, "no rows") };
-        let shown = if all.share() > worst.share() { all } else { *worst };
+        let slices = [Some(all), Some(*worst), column.map(|c| c.2)].into_iter().flatten();
+        let shown = slices.max_by(|a, b| a.share().total_cmp(&b.share())).unwrap_or(all);
+        let by_column = match column {
+            Some((from, to, energy)) if from == to => format!("{:.3} in column {from}", energy.rho()),
+            Some((from, to, energy)) => format!("{:.3} in columns {from} to {to}", energy.rho()),
+            None => format!("columns not judged by {} rows", rows.len()),
+        };
         let figures = format!(
-            "rho {:.3} over all rows, {:.3} at token {token}; {} rows free, {} replayed",
+            "rho {:.3} over all rows, {:.3} at token {token}, {by_column}; {} rows free, {} replayed",
             all.rho(),
             worst.rho(),
             compared.saturating_sub(replayed.len()),
             replayed.len()
         );
+        let unsaid = rows.len() * width - rows.iter().map(|e| e.m + e.misplaced).sum::<usize>();
         let (verdict, detail) = if let Some(outside) = outside {
             (Verdict::Divergent, format!("{outside}; {figures}"))
-        } else if all.share() > 1.0 || worst.share() > 1.0 {
+        } else if shown.share() > 1.0 {
             (Verdict::Divergent, figures)
+        } else if unsaid > 0 {
+            (Verdict::Unmeasured, format!("{unsaid} values of the other side are no numbers; {figures}"))
         } else if let Some(unjudged) = unjudged {
             (Verdict::Unmeasured, format!("{unjudged}; {figures}"))
         } else if tokens == 0 || (compared as f64) < LEAST_ROWS * tokens as f64 {
@@ -394,6 +419,34 @@ mod tests {
         (check.verdict, check.detail)
     }
 
+    /// One column of many that is off in every row, by less than the rows' floors can tell.
+    #[test]
+    fn a_column_is_judged_by_its_own_floor() {
+        const WIDTH: usize = 4096;
+        let rows = |count: usize, sides: Option<&Replacements>, off: f32| {
+            let exact = Array2::from_elem((count, WIDTH), 1.0);
+            let floored =
+                Floored { sigma: vec![4e-3; count], spread: Some(Array2::from_elem(exact.dim(), 1e-3)), exact };
+            let sizes = Sizes { top_k: 1, experts_used: 1 };
+            let reference = ReferenceRuns { points: [(Place::LOGITS, floored)].into(), kl: Vec::new(), sizes };
+            let logits = (0..count * WIDTH).map(|i| if i % WIDTH == 7 { 1.0 + off } else { 1.0 }).collect();
+            let trace = Trace::new("a run".into(), vec![0; count], Attention::Dsa, vec![Vec::new()]);
+            let check = reference.compare("logits", &Fed { trace, logits }, &|_, _| 1.0, sides, &[]);
+            (check.verdict, check.detail)
+        };
+        let none = Replacements::new();
+        let (verdict, detail) = rows(32, None, 3e-3);
+        assert!(verdict == Verdict::Divergent && detail.contains("3.000 in column 7;"), "{detail}");
+        assert_eq!(rows(32, None, 1e-3).0, Verdict::Match);
+        // Of two runs each has an error.
+        assert_eq!(rows(32, Some(&none), 3e-3).0, Verdict::Match);
+        assert_eq!(rows(32, Some(&none), 4e-3).0, Verdict::Divergent);
+        // Fewer rows are pooled by columns, and still fewer say that they are too few.
+        assert!(rows(8, None, 8e-3).1.contains("in columns 4 to 7;"));
+        let (verdict, detail) = rows(7, None, 3e-3);
+        assert!(verdict == Verdict::Match && detail.contains("columns not judged by 7 rows"), "{detail}");
+    }
+
     #[test]
     fn what_cannot_be_judged_is_never_a_match() {
         let clear = reference([1.0, 0.0, 0.0, 1.0]);
@@ -414,6 +467,15 @@ mod tests {
         unscored.points.remove(&Place::trunk(0, Point::ChoiceScores));
         unmeasured(&unscored, &target(&[0, 1]), "no scores");
         unmeasured(&clear, &Fed { logits: vec![1.0; 2], ..target(&[0, 1]) }, "1 of 2 rows");
+        // A value that the other side cannot say, whatever the target holds there.
+        for (unsaid, own) in [(f64::NAN, 1.0), (f64::NAN, f32::NAN), (f64::INFINITY, f32::INFINITY)] {
+            let run = Fed { logits: vec![own, 1.0, 1.0, 1.0], ..target(&[0, 1]) };
+            let other = |t: usize, i: usize| if (t, i) == (0, 0) { unsaid } else { 1.0 };
+            let check = clear.compare("logits", &run, &other, None, &[]);
+            assert!(check.verdict == Verdict::Unmeasured && check.detail.starts_with("1 values"), "{check:?}");
+        }
+        let lost = Fed { logits: vec![f32::NAN, 1.0, 1.0, 1.0], ..target(&[0, 1]) };
+        assert_eq!(judged(&clear, &lost, &[]).0, Verdict::Divergent, "a number that the target has lost");
         assert_eq!(unscored.first_near_tie(place), Some(0));
         assert_eq!(clear.first_near_tie(place), None);
         assert_eq!(reference([1.0, 0.0, f64::NAN, 0.0]).first_near_tie(place), Some(1));

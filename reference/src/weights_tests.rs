@@ -121,7 +121,10 @@ fn a_scale_apart_is_refused_whatever_the_name() {
     assert!(ModelWeights::new(&hand, &c).matrix(Some(0), RefParam::IndexProj).is_ok());
     let hand = hand.with(&format!("{name}.scale"), &[1], |_| 2.0);
     let refused = ModelWeights::new(&hand, &c).matrix(Some(0), RefParam::IndexProj);
-    assert!(matches!(&refused, Err(RefError::Tensor { name: at, .. }) if *at == format!("{name}.scale")), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(RefError::Tensor { name: at, .. }) if *at == format!("{name}.scale")),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::doctor;
 use crate::model::params;
 use crate::report::covered::{Covered, OnTrust};
 use crate::report::{Progress, StageReport};
+use crate::verify::floor::LEAST_ROWS;
 #[cfg(feature = "cuda")]
 use crate::verify::kernels::run as kernels;
 use crate::verify::{Subject, VerifyError, activations, file, invariants, logits, sense, tokenizer, weights};
@@ -56,17 +57,20 @@ pub(super) fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
     let on_trust = facts.into_iter().filter(|f| matches!(f.standing, Standing::Stated | Standing::Assumed));
     let metadata =
         on_trust.map(|f| OnTrust { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
-    let parameters = if compared("weights") { 0 } else { params::of_trunk(c).len() + params::of_mtp(c).len() };
+    let (trunk, mtp) = (params::of_trunk(c).len(), params::of_mtp(c).len());
+    let values = stages.iter().find(|s| s.stage == "weights").map(|s| s.compared).unwrap_or_default();
     Covered {
         baseline: baseline.map(|b| b.name().into()),
         metadata_on_trust: metadata,
-        parameters_on_trust: parameters,
+        parameters_on_trust: trunk + mtp - values.trunk - values.mtp,
+        columns_judged: reach.rows >= LEAST_ROWS,
         reach,
         context: c.context,
         tokens: subject.ids.len(),
         all_experts: (c.layers - c.dense_layers) * c.experts,
         mtp: match subject.checkpoint.coverage().mtp {
             Mtp::None => "none is declared",
+            Mtp::Whole if values.mtp == mtp => "not run; its data was compared with the baseline's",
             Mtp::Whole => "not run; its data is taken on trust",
             Mtp::Partial => "not run; incomplete in this file",
             Mtp::Absent => "not run; declared, but not in this file",

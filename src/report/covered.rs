@@ -45,6 +45,8 @@ pub struct Covered {
     pub tokens: usize,
     /// Experts of all layers.
     pub all_experts: usize,
+    /// Whether operations were judged column by column, too: not at few rows.
+    pub columns_judged: bool,
     /// The block that predicts further tokens.
     pub mtp: &'static str,
     /// What stage sense could tell of the file itself, where it ran.
@@ -74,7 +76,8 @@ impl Covered {
             _ => {
                 let mut parts = vec![format!("{positions} of {context} positions")];
                 if rows > 0 {
-                    parts.push(format!("operations at {rows} of {tokens} rows"));
+                    let few = if self.columns_judged { "" } else { ", too few to judge single columns by" };
+                    parts.push(format!("operations at {rows} of {tokens} rows{few}"));
                     parts.push(format!("products of {experts} of {all_experts} experts"));
                 }
                 parts.push(format!("up to {} in a step", plural(sequences, "sequence")));

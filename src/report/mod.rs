@@ -23,7 +23,7 @@ pub use cost::Cost;
 pub use page::{Look, Page, clean, clean_lines};
 pub use progress::Progress;
 pub use run::Run;
-pub use verdict::{Check, Reach, StageReport, Verdict};
+pub use verdict::{Check, Compared, Reach, StageReport, Verdict};
 
 /// What a command found. Serialised it is the `--json` document, whose schema is in `docs/schemas`.
 pub trait Record: Serialize {

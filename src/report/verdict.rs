@@ -160,6 +160,15 @@ impl Reach {
     }
 }
 
+/// Parameters whose values were compared with a baseline's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Compared {
+    /// Of the layers that run, with what stands before and behind them.
+    pub trunk: usize,
+    /// Of MTP blocks.
+    pub mtp: usize,
+}
+
 /// What a stage found.
 #[derive(Clone, Debug)]
 pub struct StageReport {
@@ -175,6 +184,8 @@ pub struct StageReport {
     pub seconds: f64,
     /// How much of the model it ran and judged; nothing for stages that run none of it.
     pub reach: Reach,
+    /// What it compared with a baseline, value by value.
+    pub compared: Compared,
     /// What it took, of a stage that searches.
     pub cost: Option<Cost>,
 }
@@ -202,20 +213,20 @@ impl StageReport {
         StageReport { made: 0, ..StageReport::new(stage, reason, vec![check]) }
     }
 
+    /// How many of these were made.
+    pub fn made(checks: &[Check]) -> usize {
+        checks.iter().filter(|c| c.verdict != Verdict::NotApplicable).count()
+    }
+
     /// From checks, all of them kept.
     pub fn new(stage: &'static str, summary: impl Into<String>, checks: Vec<Check>) -> Self {
-        let (made, reach) = (StageReport::made(&checks), Reach::default());
-        StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach, cost: None }
+        let (made, reach, compared) = (StageReport::made(&checks), Reach::default(), Compared::default());
+        StageReport { stage, summary: summary.into(), made, checks, seconds: 0.0, reach, compared, cost: None }
     }
 
     /// The worst verdict; a stage without a single check is unmeasured.
     pub fn verdict(&self) -> Verdict {
         self.checks.iter().map(|c| c.verdict).max().unwrap_or(Verdict::Unmeasured)
-    }
-
-    /// How many of these were made.
-    pub fn made(checks: &[Check]) -> usize {
-        checks.iter().filter(|c| c.verdict != Verdict::NotApplicable).count()
     }
 
     /// The largest error in units of its limit.

@@ -4,10 +4,12 @@
 use std::sync::Arc;
 
 use crate::common::odd::{Fault, odd};
-use crate::common::subject::{Silent, check, show, subject, with};
-use crate::common::{GLM5_NANO, NANO52, PICO, golden};
+use crate::common::subject::{Silent, check, over, show, subject, with};
+use crate::common::{GLM5_NANO, Model, NANO52, PICO, golden};
+use crate::stages::{edited, nano, of_a_head_too_large, quantised_again};
 use lockstep::checkpoint::Checkpoint;
 use lockstep::model::{Place, Point};
+use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::subject::run_prompt;
 use lockstep::verify::{Subject, logits};
@@ -60,6 +62,56 @@ fn a_dump_is_judged_by_what_it_holds() {
     let without = dump(|p| p == Point::Logits);
     assert!(matches!(without.verdict(), Verdict::Match | Verdict::Unmeasured), "{}", show(&without));
     assert!(without.summary.contains("choices missing"));
+}
+
+/// One logit of a row hides in it, and not in its column.
+#[test]
+fn a_column_that_is_off_is_found() {
+    let of = subject(PICO, 1, 40);
+    let kept = Arc::new(move |place: Place| place.point == Point::Logits || place.point.is_choice());
+    let trace = run_prompt(&mut of.engine().expect("an engine"), &of.ids, kept).expect("runs").0;
+    let judged = |off: f32| {
+        let shift = |mut one: Captured| {
+            let width = one.row_len();
+            if let (Point::Logits, Values::F32(values)) = (one.place.point, &mut one.values) {
+                values.iter_mut().skip(7).step_by(width).for_each(|v| *v += off);
+            }
+            one
+        };
+        let captured =
+            trace.places().into_iter().map(|p| shift(trace.ranks(p).expect("captured")[0].clone())).collect();
+        let target = Trace::new(trace.producer.clone(), trace.ids.clone(), trace.attention, vec![captured]);
+        run(&Subject { target: Some(target), ..subject(PICO, 1, 40) })
+    };
+    let off = judged(1e-4);
+    let logits = off.checks.iter().find(|c| c.name.starts_with("logits")).expect("judged");
+    assert!(logits.verdict == Verdict::Divergent && logits.detail.contains(" in column 7;"), "{}", show(&off));
+    let others = off.checks.iter().filter(|c| c.verdict > Verdict::Match).count();
+    assert_eq!(others, 1, "nothing else sees it: {}", show(&off));
+    let clean = judged(0.0);
+    assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
+    assert_eq!(clean.reach.positions, 40, "a dump is run over its tokens");
+}
+
+/// Parameters that are the baseline's byte for byte cost nothing, so that the others cannot hide behind their types.
+#[test]
+fn only_what_was_quantised_again_may_cost() {
+    let found = |model: &Model| {
+        let of = Subject {
+            baseline: Some(edited(&nano())),
+            own_prompt: true,
+            ..over(edited(model), 1, (1..33).map(|i| i * 37 % 4000).collect(), vec![31])
+        };
+        let report = run(&of);
+        let check = report.checks.into_iter().find(|c| c.name.starts_with("baseline")).expect("compared");
+        (check.verdict, check.detail)
+    };
+    let (verdict, detail) = found(&nano());
+    assert!(verdict == Verdict::Match && detail.contains("every parameter is the baseline's"), "{detail}");
+    let (verdict, detail) = found(&of_a_head_too_large());
+    assert!(verdict == Verdict::Divergent, "{detail}");
+    let (verdict, detail) = found(&quantised_again(10));
+    assert!(verdict == Verdict::Match && detail.contains("from noise on "), "{detail}");
 }
 
 #[test]

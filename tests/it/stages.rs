@@ -11,6 +11,7 @@ use lockstep::checkpoint::Checkpoint;
 use lockstep::engine::{Backend, CpuBackend, Engine, EngineError, Engines, Options};
 use lockstep::gguf::Value;
 use lockstep::model::{Kind, Param};
+use lockstep::quant::QuantType;
 use lockstep::report::{StageReport, Verdict};
 use lockstep::shard::{Group, ShardPlan, Slice, TpPlan};
 use lockstep::verify::{Subject, file, tokenizer, weights};
@@ -217,7 +218,6 @@ fn a_template_is_compared_by_what_it_renders() {
     let report = tokenizers(&with(format!("{source}{{# edited #}}")), Some(&model));
     only(&report, "chat template = baseline", &["plain turns, and of tools, is the same"]);
     assert_eq!(report.verdict(), Verdict::Drift);
-    // A tool's answer that is written otherwise may be mended; one without its words is lost.
     // What the baseline renders and this one refuses is no prompt at all; the other way round it is told.
     let refusing =
         |when: &str| with(format!("{{% if {when} %}}{{{{ raise_exception('not so') }}}}{{% endif %}}{source}"));
@@ -237,6 +237,7 @@ fn a_template_is_compared_by_what_it_renders() {
     let lacking = with(format!("{{% generation %}}{{% endgeneration %}}{source}"));
     let report = tokenizers(&lacking, Some(&model));
     assert_eq!(report.verdict(), Verdict::Unmeasured, "{:?}", failures(&report));
+    // A tool's answer that is written otherwise may be mended; one without its words is lost.
     let tool = "<|observation|>{{ m.content }}";
     let mended = tokenizers(&with(source.replace(tool, &tool.replacen("|>", "|> ", 1))), Some(&model));
     only(&mended, "chat template = baseline", &["a tool's answer becomes", "<|observation|> Ginger"]);
@@ -264,7 +265,6 @@ fn without_a_template_it_is_said_what_cannot_be_done() {
     assert!(!tokenizers(&nano(), None).summary.contains("chat templates, not used"));
 }
 
-// ---- weights
 /// A tokenizer.json is read where it stands: beside a GGUF as in a folder of Hugging Face's.
 #[test]
 fn a_tokenizer_json_beside_a_gguf_is_compared() {
@@ -285,6 +285,7 @@ fn a_tokenizer_json_beside_a_gguf_is_compared() {
     only(&judged(), "tokenizer.json", &["it cannot be run"]);
 }
 
+// ---- weights
 
 /// Engines that load other files than the ones under test.
 struct Loads(Arc<Checkpoint>);
@@ -548,7 +549,6 @@ fn a_part_that_differs_is_found_and_named_where_it_is() {
         assert!(!bad.is_empty() && bad.iter().all(|(n, _)| *n == format!("{param} = baseline")), "{bad:?}");
         assert!(words.iter().all(|w| bad[0].1.contains(w)), "{words:?} in {bad:?}");
     };
-    const Q4_K: usize = 144;
     let up = "blk.2.ffn_up_exps.weight";
     let expert = |m: &mut Model| data(m, up).len() / experts;
     // Two experts of a stack exchanged.
@@ -571,6 +571,60 @@ fn a_part_that_differs_is_found_and_named_where_it_is() {
     let bad = against(&|m| data(m, "blk.2.attn_q_a.weight")[5 * Q4_K + 20] ^= 1);
     named(bad, "blk.2.attn_q_a", &["BYTES: 1 of", "all others are, byte for byte"]);
     assert!(against(&|_| ()).is_empty());
+}
+
+/// The bytes of a Q4_K block.
+const Q4_K: usize = 144;
+
+/// nano with the scales of head 3 in every layer a quarter too large: far less than what the type costs.
+pub fn of_a_head_too_large() -> Model {
+    let mut model = nano();
+    let queries = |name: &str| name.ends_with(".attn_q_b.weight") && !name.contains("indexer");
+    for (_, bytes) in model.tensors.iter_mut().filter(|(t, _)| queries(&t.name) && t.ty == QuantType::Q4_K.info()) {
+        let head = bytes.len() / 8;
+        for block in bytes[3 * head..4 * head].chunks_exact_mut(Q4_K) {
+            for at in [0, 2] {
+                let scale = half::f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
+                block[at..at + 2].copy_from_slice(&half::f16::from_f32(1.25 * scale).to_le_bytes());
+            }
+        }
+    }
+    model
+}
+
+/// nano with one code of each block changed by one, as who quantises again would, in a share of the blocks.
+pub fn quantised_again(share: usize) -> Model {
+    let mut model = nano();
+    for (_, bytes) in model.tensors.iter_mut().filter(|(t, _)| t.ty == QuantType::Q4_K.info()) {
+        bytes.chunks_exact_mut(Q4_K).enumerate().filter(|(i, _)| i % 10 < share).for_each(|(_, block)| block[20] ^= 1);
+    }
+    model
+}
+
+/// A type excuses what quantising costs. Where nobody quantised anything, since most bytes are the baseline's, it excuses
+/// nothing.
+#[test]
+fn a_part_of_a_kept_tensor_has_no_room() {
+    let found = |model: &Model| against(model, &nano());
+    let bad = failures(&found(&of_a_head_too_large()));
+    assert!(bad.len() >= 4, "{bad:?}");
+    for (name, detail) in &bad {
+        let layer = name.strip_suffix(".attn_q_b = baseline").unwrap();
+        let [from, to] = [384, 511].map(|row| format!("row {row} of {layer}.attn_q_b.weight (head 3)"));
+        assert!(detail.starts_with("BYTES: ") && detail.contains(&format!("in 128 rows, {from} to {to};")), "{detail}");
+    }
+    let clean = found(&nano());
+    matches(&clean, 160);
+    assert!(clean.summary.contains("163 of 163 parameters within what their types cost, 163 of them equal"));
+    // Twin: all blocks, and most.
+    for share in [10, 6] {
+        let again = found(&quantised_again(share));
+        matches(&again, 160);
+        assert!(again.summary.contains("163 of 163 parameters within"), "{}", again.summary);
+        assert!(!again.summary.contains("163 of them equal"), "{}", again.summary);
+    }
+    assert!(failures(&found(&quantised_again(4))).iter().all(|(_, d)| d.starts_with("BYTES: ")));
+    assert!(failures(&found(&quantised_again(4))).len() > 20);
 }
 
 /// What was read from another layer is named by that layer, however far it is.
@@ -617,7 +671,7 @@ fn a_type_may_cost_what_it_must_and_no_more() {
         if tensor.ne.len() > 1 {
             continue;
         }
-        tensor.ty = lockstep::quant::QuantType::BF16.info();
+        tensor.ty = QuantType::BF16.info();
         *bytes = bytes.chunks_exact(4).flat_map(|v| [v[2], v[3]]).collect(); // truncated: off by up to 2^-8
     }
     let bad = failures(&against(&target, &baseline));

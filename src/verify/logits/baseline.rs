@@ -1,17 +1,17 @@
 //! A target's distributions against those of a checkpoint that is trusted. Quantisation moves them, and how far it must
 //! is measured: the baseline itself, run with noise on every parameter as large as the target's types may cost.
 
+use std::collections::BTreeMap;
+
 use lockstep_reference::config::RefConfig;
 use lockstep_reference::{ModelWeights, ParamKey};
 
 use super::{Run, best, divergences, mean};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;
-use crate::model::params;
 use crate::probe::Replacements;
 use crate::report::{Check, Progress, Verdict};
 use crate::synth::Random;
-use crate::verify::param_map::reference_of;
 use crate::verify::patched_weights::{Value, value_of};
 use crate::verify::reference_run::{self, Plan, own_eps};
 use crate::verify::weights::may_cost;
@@ -19,54 +19,68 @@ use crate::verify::{Subject, VerifyError};
 
 /// Runs with noise; the larger distance counts.
 const DRAWS: u64 = 2;
-/// Compares the rows of `target` with the baseline's.
+
+/// Compares the rows of `target` with the baseline's. `recipe` is the divergence that its arithmetic alone may have.
 pub(super) fn against(
     subject: &Subject,
     baseline: &Checkpoint,
     run: &Run,
-    target: &[Vec<f64>],
+    (target, recipe): (&[Vec<f64>], f64),
     progress: &dyn Progress,
 ) -> Result<Check, VerifyError> {
     let name = format!("baseline {}", baseline.name());
-    let none = Replacements::new();
-    let plan = Plan::new(baseline, &run.fed.trace, &none, &[]);
+    let costs = may_cost(&subject.checkpoint, baseline)?;
+    let costs: BTreeMap<_, _> = costs.into_iter().filter(|(_, cost)| *cost > 0.0).collect();
+    // Of the same parameters the target's choices are as good as the baseline's own, and judged by their margins; where
+    // parameters differ, other choices are part of what they cost.
+    let choices = if costs.is_empty() { run.fed.trace.choices(0) } else { Replacements::new() };
+    let plan = Plan::new(baseline, &run.fed.trace, &choices, &[]);
     progress.at("baseline", 0, 1 + DRAWS as usize);
-    let exact = reference_run::measure(&plan, progress)?;
+    let exact = match reference_run::measure(&plan, progress) {
+        Err(VerifyError::Choice(why)) => return Ok(Check::new(name, Verdict::Divergent, why)),
+        exact => exact?,
+    };
     let Some(floored) = exact.logits().filter(|l| target.first().is_some_and(|row| row.len() == l.exact.ncols()))
     else {
         return Ok(Check::new(name, Verdict::NotApplicable, "its vocabulary has another size"));
     };
+    if floored.exact.iter().any(|v| !v.is_finite()) {
+        return Ok(Check::new(name, Verdict::Unmeasured, "the baseline's own logits are not all numbers"));
+    }
     let raw = Raw(baseline.source());
     let config = RefConfig::from_raw(&raw, own_eps(baseline))?;
     let weights = ModelWeights::new(&raw, &config);
-    let all = params::of_trunk(baseline.config());
-    let cost = |(layer, param, _): ParamKey| {
-        let own = all.iter().find(|p| p.layer == layer && reference_of(p.kind) == param)?;
-        may_cost(&subject.checkpoint, baseline, *own).filter(|cost| *cost > 0.0)
-    };
-    let mut limit = 0.0f64;
-    for draw in 0..DRAWS {
+    let mut noise = 0.0f64;
+    for draw in (0..DRAWS).filter(|_| !costs.is_empty()) {
         progress.at("baseline", 1 + draw as usize, 1 + DRAWS as usize);
-        let change = |key: ParamKey| match cost(key) {
-            Some(cost) => Ok(Some(noisy(&value_of(&weights, key)?, cost, seed(key, draw)))),
+        let change = |key: ParamKey| match costs.get(&(key.0, key.1)) {
+            Some(cost) => Ok(Some(noisy(&value_of(&weights, key)?, *cost, seed(key, draw)))),
             None => Ok(None),
         };
         let moved = reference_run::measure(&Plan { change: Some(&change), ..plan }, progress)?;
         if let Some(moved) = moved.logits() {
             let rows: Vec<Vec<f64>> = moved.exact.rows().into_iter().take(target.len()).map(|r| r.to_vec()).collect();
-            limit = limit.max(mean(divergences(&floored.exact, &rows).into_iter()));
+            noise = noise.max(mean(divergences(&floored.exact, &rows).into_iter()));
         }
     }
+    // Divergences are quadratic in errors, and errors add up.
+    let limit = (noise.sqrt() + recipe.sqrt()).powi(2).max(LEAST);
     let found = mean(divergences(&floored.exact, target).into_iter());
     let same = floored.exact.rows().into_iter().zip(target).filter(|(e, t)| best(&e.to_vec()) == best(t)).count();
     // Each row against the next one's distribution: as far apart as two things that have nothing to do with each other.
     let mut others = target.to_vec();
     others.rotate_left(1);
     let unrelated = mean(divergences(&floored.exact, &others).into_iter());
-    let (verdict, says) = match found <= limit.max(LEAST) {
-        false => (Verdict::Divergent, "from noise as large as the types may cost"),
-        true if limit > unrelated / 2.0 => (Verdict::Drift, "which says little: types this coarse may cost everything"),
-        true => (Verdict::Match, "from noise as large as the types may cost"),
+    let source = match costs.len() {
+        0 => "that of the recipe, as every parameter is the baseline's".to_string(),
+        n => format!("from noise on {n} parameters, as large as their types may cost"),
+    };
+    let (verdict, says) = match found <= limit {
+        false => (Verdict::Divergent, source),
+        true if limit > unrelated / 2.0 => {
+            (Verdict::Drift, "which says little: types this coarse may cost everything".to_string())
+        }
+        true => (Verdict::Match, source),
     };
     let rows = target.len();
     let detail = format!(

@@ -51,7 +51,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let mut checks = Vec::new();
     let mut reach = Reach { sequences: 1, ..Reach::default() };
     let summary = match &subject.target {
-        Some(trace) => of_dump(subject, trace, progress, &mut checks)?,
+        Some(trace) => of_dump(subject, trace, progress, &mut checks, &mut reach)?,
         None => of_engine(subject, progress, &mut checks, &mut reach)?,
     };
     if subject.checkpoint.config().mtp_layers > 0 {
@@ -155,6 +155,7 @@ fn of_dump(
     trace: &Trace,
     progress: &dyn Progress,
     checks: &mut Vec<Check>,
+    reach: &mut Reach,
 ) -> Result<String, VerifyError> {
     let c = subject.checkpoint.config();
     let unmeasured = |why: String, checks: &mut Vec<Check>| {
@@ -189,6 +190,7 @@ fn of_dump(
     let run = Run { name: format!("dump of {}", trace.producer), until: rows, fed, generated: Vec::new(), missing };
     let run = if run.missing.is_empty() { run } else { up_to_a_tie(subject, run, progress)? };
     judge(subject, &run, true, progress, checks)?;
+    reach.positions = run.until;
     let reason = "a dump holds no continuation";
     checks.push(Check::new("greedy text", Verdict::NotApplicable, reason));
     Ok(format!("{rows} rows of a dump by {}, {} choices missing", trace.producer, run.missing.len()))
@@ -241,14 +243,14 @@ pub(super) fn judge(
         }
     }
     checks.append(&mut found);
-    if let (Some(other), Some(target)) = (subject.baseline.as_ref().filter(|_| baseline), target) {
-        checks.push(baseline::against(subject, other, run, &target, progress)?);
+    if let (Some(other), Some((target, recipe))) = (subject.baseline.as_ref().filter(|_| baseline), target) {
+        checks.push(baseline::against(subject, other, run, (&target, recipe), progress)?);
     }
     Ok(())
 }
 
-/// Logits of every row.
-type Rows = Vec<Vec<f64>>;
+/// Logits of every row, and the divergence that the run's recipe alone may have, in the mean.
+type Rows = (Vec<Vec<f64>>, f64);
 
 /// The checks by the reference with an eps, and the target's rows if there is anything to compare them with.
 fn by_reference(
@@ -273,7 +275,8 @@ fn by_reference(
     let vocab = floored.exact.ncols();
     let mut fed = run.fed.clone();
     fed.logits.truncate(run.until * vocab);
-    let target: Rows = fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
+    let target: Vec<Vec<f64>> =
+        fed.logits.chunks_exact(vocab).map(|r| r.iter().map(|v| f64::from(*v)).collect()).collect();
     let mut checks = vec![
         kl(&format!("KL, {name}"), &reference, floored, &target),
         reference.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing),
@@ -284,7 +287,9 @@ fn by_reference(
         let first = run.fed.trace.ids.len() + 1 - run.generated.len();
         checks.push(top_one(&format!("greedy text, {name}"), floored, first - 1, &run.generated));
     }
-    Ok((checks, Some(target)))
+    let most = mean(limits(&reference).into_iter().take(target.len()));
+    let recipe = limit(target.len()).powi(2) * most;
+    Ok((checks, Some((target, recipe))))
 }
 
 /// The largest divergence that any variant has at each row.

@@ -5,31 +5,48 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lockstep_reference::weights::shape;
-use lockstep_reference::{RawTensor, RefError};
+use lockstep_reference::{RefError, RefParam};
 use rayon::prelude::*;
 
+use super::bytes::Blocks;
 use super::differs::Differs;
-use super::distance::{Distance, Found, LEAST_BLOCK, Part, distance, limit};
+use super::distance::{Distance, Found, Part, distance, limit};
 use super::expected::Oracle;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::oracle::Raw;
 use crate::model::{Config, Kind, Param, params};
 use crate::quant::QuantType;
-use crate::report::{Check, Progress, StageReport, Verdict};
+use crate::report::{self, Check, Progress, StageReport, Verdict};
 use crate::verify::param_map::reference_of;
 use crate::verify::{Subject, VerifyError};
 
-/// One parameter's distance.
+/// One parameter's distance, and its bytes where they can be compared.
 struct Compared {
     param: Param,
     ty: QuantType,
     limit: f64,
     distance: Distance,
+    blocks: Option<Blocks>,
 }
 
 impl Compared {
-    fn is_right(&self) -> bool {
+    /// No further from the baseline than the types may cost.
+    fn is_near(&self) -> bool {
         self.distance.is_right()
+    }
+
+    /// What is wrong with its bytes, where its values are near.
+    fn damage(&self) -> Option<Check> {
+        let damage = self.blocks.as_ref().filter(|_| self.is_near())?.damage()?;
+        Some(Check::exact(format!("{} = baseline", self.param), false, damage))
+    }
+
+    fn is_right(&self) -> bool {
+        self.is_near() && self.damage().is_none()
+    }
+
+    fn is_equal(&self) -> bool {
+        self.blocks.as_ref().is_some_and(Blocks::are_equal)
     }
 
     /// Where it differs, if not as a whole, and how much.
@@ -90,39 +107,48 @@ pub(super) fn compare(
         .map(|(param, ty, theirs)| {
             let distance = distance(target, &baseline, *param, (*ty, *theirs))?;
             progress.at("parameters compared with the baseline", done.fetch_add(1, Ordering::Relaxed) + 1, all.len());
-            Ok(Compared { param: *param, ty: *ty, limit: limit(*ty, *theirs), distance })
+            let blocks = if ty == theirs { Blocks::of(target, &baseline, *param, *ty)? } else { None };
+            Ok(Compared { param: *param, ty: *ty, limit: limit(*ty, *theirs), distance, blocks })
         })
         .collect::<Result<_, RefError>>()?;
     if compared.is_empty() {
         let check = Check::new("baseline", Verdict::Unmeasured, "no parameter that both checkpoints hold");
         return Ok(StageReport::new("weights", "nothing in common", vec![check]));
     }
-    let wrong: Vec<&Compared> = compared.iter().filter(|c| !c.is_right()).collect();
-    if let Some(check) = different_checkpoint(&compared, &wrong) {
-        let report = StageReport::new("weights", "another checkpoint", vec![check]);
-        return Ok(StageReport { made: compared.len(), ..report });
+    let mtp = compared.iter().filter(|found| is_mtp(c, &found.param)).count();
+    let made = compared.len();
+    let report = |summary, checks| {
+        let values = report::Compared { trunk: made - mtp, mtp };
+        StageReport { made, compared: values, ..StageReport::new("weights", summary, checks) }
+    };
+    let far: Vec<&Compared> = compared.iter().filter(|c| !c.is_near()).collect();
+    if let Some(check) = different_checkpoint(&compared, &far) {
+        return Ok(report("another checkpoint".to_string(), vec![check]));
     }
     let mut checks: Vec<Check> = not_compared(c, &left_out).collect();
-    for c in &wrong {
+    for c in &far {
         let (param, found) = (c.param, c.distance.decides);
         let why = Differs { target, baseline: &baseline, all: &every, param, found }.explain()?;
         checks.push(Check::exact(format!("{param} = baseline"), false, format!("{why} ({})", c.place())));
     }
-    for c in compared.iter().filter(|c| c.is_right()) {
-        checks.extend(few_blocks(target, &baseline, c)?);
-    }
+    checks.extend(compared.iter().filter_map(Compared::damage));
     checks.extend(offsets(&compared, &checks));
     checks.extend(by_type(&compared));
-    let right = compared.len() - wrong.len();
-    let summary = format!("{right} of {} parameters within what their types cost", compared.len());
-    Ok(StageReport { made: compared.len(), ..StageReport::new("weights", summary, checks) })
+    let right = compared.iter().filter(|c| c.is_right()).count();
+    let equal = compared.iter().filter(|c| c.is_equal()).count();
+    let summary =
+        format!("{right} of {made} parameters within what their types cost, {equal} of them equal byte for byte");
+    Ok(report(summary, checks))
+}
+
+fn is_mtp(c: &Config, param: &Param) -> bool {
+    param.layer.is_some_and(|layer| layer >= c.layers)
 }
 
 /// Parameters that only one of the checkpoints holds, or in a type that cannot be read: those of the trunk were to be
 /// compared, the MTP block may be missing.
 fn not_compared(c: &Config, left_out: &[Param]) -> impl Iterator<Item = Check> {
-    let is_mtp = |p: &Param| p.layer.is_some_and(|layer| layer >= c.layers);
-    let (mtp, trunk): (Vec<Param>, Vec<Param>) = left_out.iter().partition(|p| is_mtp(p));
+    let (mtp, trunk): (Vec<Param>, Vec<Param>) = left_out.iter().partition(|p| is_mtp(c, p));
     let check = |(name, verdict, params): (&str, Verdict, Vec<Param>)| {
         let first = params.first()?;
         let detail = format!("{} parameters have no readable counterpart, {first} first", params.len());
@@ -132,9 +158,25 @@ fn not_compared(c: &Config, left_out: &[Param]) -> impl Iterator<Item = Check> {
     lists.into_iter().filter_map(check)
 }
 
-/// How far a parameter may be from the baseline's, relative to its size; `None` where one of them lacks it.
-pub(in crate::verify) fn may_cost(target: &Checkpoint, baseline: &Checkpoint, param: Param) -> Option<f64> {
-    Some(limit(file_type(target, param)?, file_type(baseline, param)?))
+/// How far each parameter of the trunk may be from the baseline's, relative to its size: not at all where its bytes are
+/// the baseline's and nobody quantised it again. Those that one of them lacks are left out.
+///
+/// # Errors
+/// A model that the reference cannot read.
+pub(in crate::verify) fn may_cost(
+    target: &Checkpoint,
+    baseline: &Checkpoint,
+) -> Result<BTreeMap<(Option<usize>, RefParam), f64>, RefError> {
+    let (raw, other) = (Raw(target.source()), Raw(baseline.source()));
+    let (ours, theirs) = (Oracle::new(&raw)?, Oracle::new(&other)?);
+    let cost = |param: Param| {
+        let (Some(ty), Some(other)) = (file_type(target, param), file_type(baseline, param)) else { return Ok(None) };
+        let blocks = if ty == other { Blocks::of(&ours, &theirs, param, ty)? } else { None };
+        let cost = if blocks.is_some_and(|blocks| blocks.are_kept()) { 0.0 } else { limit(ty, other) };
+        Ok(Some(((param.layer, reference_of(param.kind)), cost)))
+    };
+    let all = params::of_trunk(target.config());
+    all.into_par_iter().filter_map(|param| cost(param).transpose()).collect()
 }
 
 /// The type in the file, also of parameters that are derived on load.
@@ -145,7 +187,7 @@ fn file_type(checkpoint: &Checkpoint, param: Param) -> Option<QuantType> {
 /// Everything differs, embeddings included: then nothing is corrupt, the two are not the same checkpoint.
 fn different_checkpoint(all: &[Compared], wrong: &[&Compared]) -> Option<Check> {
     let embedding = all.iter().find(|c| c.param.kind == Kind::TokenEmbd);
-    if wrong.len() * 10 < all.len() * 9 || embedding.is_some_and(Compared::is_right) || wrong.len() < 4 {
+    if wrong.len() * 10 < all.len() * 9 || embedding.is_some_and(Compared::is_near) || wrong.len() < 4 {
         return None;
     }
     let mut distances: Vec<f64> = wrong.iter().map(|c| c.distance.whole).collect();
@@ -159,39 +201,6 @@ fn different_checkpoint(all: &[Compared], wrong: &[&Compared]) -> Option<Check> 
         distances[distances.len() / 2]
     );
     Some(Check::exact("baseline", false, detail))
-}
-
-/// Who quantises a tensor again changes blocks everywhere or nowhere. This share of them at most is damage.
-const FEW: f64 = 0.01;
-
-/// Blocks of a parameter whose bytes are not the baseline's, where its type is the same and nearly all others are.
-fn few_blocks(target: &Oracle<'_>, baseline: &Oracle<'_>, c: &Compared) -> Result<Option<Check>, RefError> {
-    let (ours, theirs) = (target.tensors(c.param)?, baseline.tensors(c.param)?);
-    let alike = |((_, a), (_, b)): (&(_, RawTensor<'_>), &(_, RawTensor<'_>))| {
-        a.type_id == b.type_id && a.bytes.len() == b.bytes.len()
-    };
-    if ours.len() != theirs.len() || !ours.iter().zip(&theirs).all(alike) {
-        return Ok(None);
-    }
-    let size = c.ty.row_bytes(c.ty.block().max(LEAST_BLOCK));
-    let (mut all, mut differ, mut first) = (0, 0, None);
-    for ((name, a), (_, b)) in ours.iter().zip(&theirs) {
-        let blocks = a.bytes.chunks(size).zip(b.bytes.chunks(size)).enumerate();
-        all += a.bytes.len().div_ceil(size);
-        for (i, _) in blocks.filter(|(_, (a, b))| a != b) {
-            differ += 1;
-            first.get_or_insert((name, i * size));
-        }
-    }
-    let few = differ as f64 <= FEW * all as f64;
-    Ok(first.filter(|_| few).map(|(name, at)| {
-        let (param, ty) = (c.param, c.ty);
-        let detail = format!(
-            "BYTES: {differ} of {all} {ty} blocks are not the baseline's, the first at byte {at} of {name}; all others \
-             are, byte for byte"
-        );
-        Check::exact(format!("{param} = baseline"), false, detail)
-    }))
 }
 
 /// One line per type of the parameters that are right.

@@ -153,6 +153,16 @@ impl<'a> Oracle<'a> {
         Ok(find(None)?.into_iter().collect())
     }
 
+    /// The file's tensors that hold a parameter, also where it shares one with another.
+    pub fn kept(&self, param: Param) -> Result<Vec<(String, RawTensor<'_>)>, RefError> {
+        let own = self.tensors(param)?;
+        let whole = || {
+            let name = whole_kv_b(self.raw.format(), param.layer?);
+            Some((name.clone(), self.raw.tensor(&name)?))
+        };
+        Ok(if own.is_empty() { whole().into_iter().collect() } else { own })
+    }
+
     /// Row `row` of every matrix of a parameter, without what else is in them.
     pub fn row_of_each(&self, param: Param, row: usize) -> Result<Vec<Vec<f32>>, RefError> {
         let name = reference_of(param.kind);

@@ -7,6 +7,7 @@
 //! engine forgets would not be.
 
 mod baseline;
+mod bytes;
 mod differs;
 mod distance;
 mod expected;
@@ -28,7 +29,7 @@ use crate::device::Columns;
 use crate::engine::Engine;
 use crate::model::{Kind, Param, params};
 use crate::report::table::plural;
-use crate::report::{Check, Progress, StageReport};
+use crate::report::{Check, Compared, Progress, StageReport};
 
 const STAGE: &str = "weights";
 
@@ -62,15 +63,16 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     if !tally.faults.is_empty() {
         summary = format!("{} of {} checks failed on {} ranks", tally.faults.len(), tally.made, engine.tp());
     }
-    let mut made = tally.made;
+    let (mut made, mut values) = (tally.made, Compared::default());
     let mut checks = tally.checks();
     if let Some(other) = &subject.baseline {
         let compared = baseline::compare(subject, &oracle, other, progress)?;
         summary = format!("{summary}; against the baseline: {}", compared.summary);
         made += compared.made;
+        values = compared.compared;
         checks.extend(compared.checks);
     }
-    Ok(StageReport { made, ..StageReport::new(STAGE, summary, checks) })
+    Ok(StageReport { made, compared: values, ..StageReport::new(STAGE, summary, checks) })
 }
 
 /// The engine's parameters that the reference's list has too, each once, and a fault for every other one of either.

@@ -437,7 +437,7 @@ pub struct VerifyArgs {
     #[command(flatten)]
     pub subject: SubjectArgs,
     /// Chat turns with known answers, a JSON list of {ask, answer}: the stage logits compares the texts with the CPU's
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "target")]
     pub asks: Option<PathBuf>,
     /// The weights are random on purpose: the stage sense does not apply
     #[arg(long)]

@@ -3,10 +3,12 @@
 use std::io::Write;
 use std::time::Instant;
 
-use super::args::VerifyArgs;
+use super::args::{StageArg, VerifyArgs};
 #[cfg(feature = "serve")]
 use super::certificate::Certificate;
 use super::console::Bar;
+#[cfg(feature = "serve")]
+use super::serve::gate::ROWS;
 use super::stages::{STAGES, covered};
 use super::subject::{engines, lists_faults, run_of, subject};
 use super::{CliError, Exit, console, emit, interrupt};
@@ -18,6 +20,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
     }
+    has_use(args)?;
     #[cfg(feature = "serve")]
     if args.certificate.is_some() {
         certifies(args)?;
@@ -100,17 +103,39 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     Ok(exit)
 }
 
-/// Refuses to certify less than everything.
+/// Refuses what asks for more of a stage that is not to run: it would be passed over without a word.
+fn has_use(args: &VerifyArgs) -> Result<(), CliError> {
+    let more = [
+        ("--asks", StageArg::Logits, args.asks.is_some()),
+        ("--thorough", StageArg::Sense, args.thorough),
+        ("--repair-plan", StageArg::Sense, args.repair_plan),
+    ];
+    let idle = |stage| !args.stages.is_empty() && !args.stages.contains(&stage);
+    match more.into_iter().find(|(_, stage, is)| *is && idle(*stage)) {
+        Some((what, stage, _)) => {
+            let stage = STAGES.iter().find(|s| s.0 == stage).map_or("", |s| s.1);
+            Err(CliError::Usage(format!("{what} is for stage {stage}, which is not among those named")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses to certify less than everything: less than what the gate of `serve` looks at, which the certificate stands in
+/// for. A model whose weights are random on purpose must say so itself.
 #[cfg(feature = "serve")]
 fn certifies(args: &VerifyArgs) -> Result<(), CliError> {
     let s = &args.subject;
     let less = [
-        ("stages by name", !args.stages.is_empty()),
-        ("--inject", !s.inject.is_empty()),
-        ("--target", s.target.is_some()),
-        ("--layers", s.layers.is_some()),
+        ("stages by name".into(), !args.stages.is_empty()),
+        ("--inject".into(), !s.inject.is_empty()),
+        ("--target".into(), s.target.is_some()),
+        ("--layers".into(), s.layers.is_some()),
+        ("--prompt".into(), s.prompt.is_some()),
+        (format!("--rows {}, and at least {ROWS} are judged", s.rows), s.rows < ROWS),
+        ("--untrained".into(), args.untrained),
+        ("--no-published-facts".into(), args.no_published_facts),
     ];
-    match less.iter().find(|(_, is)| *is) {
+    match less.into_iter().find(|(_, is)| *is) {
         Some((what, _)) => Err(CliError::Usage(format!("--certificate: expected a run of everything, found {what}"))),
         None => Ok(()),
     }

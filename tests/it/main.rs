@@ -20,6 +20,7 @@ mod hostile;
 mod inspect;
 mod invariants;
 mod logits;
+mod options;
 mod oracle;
 mod program;
 mod quantvec;

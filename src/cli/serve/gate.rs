@@ -19,7 +19,7 @@ use crate::verify::param_map::recipe_of;
 use crate::verify::{Subject, sense};
 
 /// Rows that are judged.
-const ROWS: usize = 16;
+pub(in crate::cli) const ROWS: usize = 16;
 /// A model with more layers is looked at in some of them.
 const FEW_LAYERS: usize = 8;
 

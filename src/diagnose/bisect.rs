@@ -108,6 +108,12 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
     Ok(Bisection { sparse_attention: Some(sparse.detail), ..found })
 }
 
+/// Of the squared error, what a hypothesis may leave to be judged by its floor.
+const MOST_LEFT: f64 = 0.25;
+
+/// Copies of a value that all ranks should hold alike differ, and no kind says why.
+const DISAGREE: &str = "RANKS_DISAGREE";
+
 /// A share of its limit up to which a hit is near it, and how much grosser one behind it must be to come first.
 const NEAR: f64 = 3.0;
 const GROSS: f64 = 100.0;
@@ -226,9 +232,18 @@ fn explain(
     let mut misses: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     // Where only a copy differs from another, the judged rows are right: whatever changes nothing there would fit.
     let by_values = finding.rho.0 > finding.rho.1 || op.place.point.is_choice();
+    let nothing = op.hypothesis(UNKNOWN, "", "", Alter::Options(op.judge.options));
+    let base = op.left(&nothing)?;
     for (i, hypotheses) in EXPLANATIONS.iter().enumerate().filter(|_| by_values) {
         progress.at("kinds of faults tried", i, EXPLANATIONS.len());
         for h in hypotheses(op) {
+            // What leaves most of the error is no explanation.
+            let left = op.left(&h)? / base;
+            if left > MOST_LEFT && !matches!(h.alter, Alter::Orders(_)) {
+                let entry = misses.entry(h.kind).or_insert((0, f64::INFINITY));
+                *entry = (entry.0 + 1, entry.1.min(finding.rho.0 * left.sqrt()));
+                continue;
+            }
             let Some(residual) = op.residual(&h)? else { continue };
             let (deciding, whole) = (residual.deciding(), residual.whole);
             let (rho, most) = (deciding.rho(), limit(deciding.m));
@@ -267,7 +282,13 @@ fn explain(
     }
     // The best fit first; where several fit alike, the one that explains most ranks.
     let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.fit.rho / e.fit.limit };
-    fits.sort_by(|a, b| share(a).total_cmp(&share(b)).then(b.ranks.len().cmp(&a.ranks.len())));
+    // A sum without one rank's part looks as with that part never filled; where no bytes can be asked, ranks miss meetings
+    // more often than loaders fill a part of a parameter.
+    let rarer = |e: &Explanation| e.kind != "REDUCE_MISSED";
+    fits.sort_by(|a, b| {
+        let most_ranks = b.ranks.len().cmp(&a.ranks.len());
+        share(a).total_cmp(&share(b)).then(most_ranks).then(rarer(a).cmp(&rarer(b)))
+    });
     let mut fits = fits.into_iter();
     let explanation = fits.next();
     let what = |f: &Explanation| (f.kind, f.site.clone(), f.statement.clone());
@@ -277,8 +298,10 @@ fn explain(
     let OpFinding { place, rho: (rho, most), ranks, mut tokens, detail, .. } = finding;
     tokens.sort_unstable();
     tokens.dedup();
+    let some = !ranks.is_empty() && ranks.len() < op.trace.tp;
+    let disagree = some && place.point.layout() == Layout::Replicated;
     Ok(Culprit {
-        kind: explanation.as_ref().map_or(UNKNOWN, |e| e.kind),
+        kind: explanation.as_ref().map_or(if disagree { DISAGREE } else { UNKNOWN }, |e| e.kind),
         place: place.to_string(),
         layer: place.layer(),
         operation: place.point.name(),

@@ -233,6 +233,22 @@ impl<'a> OpContext<'a> {
         self.judge.orders.contains(&Arith::F32(RefRecipe::TorchHalf(half), Order::Sequential))
     }
 
+    /// The squared error that is left under a hypothesis, without its floor: a fifth of the cost of judging it. Not a number
+    /// where that is not to be said.
+    ///
+    /// # Errors
+    /// Weights that cannot be read.
+    pub(crate) fn left(&self, hypothesis: &Hypothesis<'_>) -> Result<f64, VerifyError> {
+        if self.place.point.is_choice() {
+            return Ok(f64::NAN);
+        }
+        let judge = Judge { orders: &[], ..*self.judge };
+        let (over, ranks) = (self.over.clone(), self.ranks.clone());
+        let found = OpContext { judge: &judge, over, ranks, ..*self }.residual_at(self.place.point, hypothesis);
+        let found = Unjudged::or_none(found)?.map(|slices| slices.whole);
+        Ok(found.filter(|e| e.misplaced + e.undefined == 0).map_or(f64::NAN, |e| e.error))
+    }
+
     /// Recomputes the operation, and the others that the hypothesis must explain, and compares what diverging ranks hold
     /// in the very slices that decided: the residual with the largest share of its limit. `None` without data.
     ///

@@ -47,13 +47,13 @@ impl Trace {
     /// What each rank holds of the places for which `of` gives something.
     fn each(&self, of: impl Fn(usize, &Captured) -> Option<Captured>) -> Trace {
         let rank = |(r, held): (usize, &BTreeMap<Place, Captured>)| {
-            held.iter().filter_map(|(place, captured)| Some((*place, of(r, captured)?))).collect()
+            held.values().filter_map(|captured| of(r, captured)).map(|captured| (captured.place, captured)).collect()
         };
         let held = self.held.iter().enumerate().map(rank).collect();
         Trace { held, producer: self.producer.clone(), ids: self.ids.clone(), ..*self }
     }
 
-    /// The same run with other captures; what becomes nothing is left out.
+    /// The same run with other captures, of other places perhaps; what becomes nothing is left out.
     pub(crate) fn map(&self, of: impl Fn(&Captured) -> Option<Captured>) -> Trace {
         self.each(|_, captured| of(captured))
     }

@@ -41,20 +41,26 @@ pub(super) fn fitting(
     if let Some(note) = Unjudged::or_none(trial.restarts())?.flatten() {
         return Ok(Some(Reading { note, trace: None }));
     }
+    let own = BTreeSet::from([place]);
     for (note, trace) in trial.other_orders() {
-        if trial.is_right(&trace)? && trial.follow(&trace)?.is_none_or(|follow| follow) {
+        let captured = trace.ranks(place).is_some();
+        if (!captured || trial.is_right(&trace)?) && trial.follow(&trace, &own)?.unwrap_or(captured) {
             return Ok(Some(Reading { note, trace: Some(trace) }));
         }
     }
-    if let Some((note, dropped)) = trial.holds_another()?.or(Unjudged::or_none(trial.rank_part())?.flatten())
-        // What follows must have been made from the right value, and not from what is there.
-        && trial.follow(&dropped)? == Some(true)
-        && trial.follow(trace)? == Some(false)
-    {
-        return Ok(Some(Reading { note, trace: Some(dropped) }));
+    let parts = Unjudged::or_none(trial.rank_part())?.flatten();
+    for (note, without) in trial.holds_another()?.into_iter().chain(parts) {
+        let dropped = trace.only(|place| !without.contains(&place));
+        // What follows must have been made from the right values, and not from what is there.
+        if trial.follow(&dropped, &without)? == Some(true) && trial.follow(trace, &without)? == Some(false) {
+            return Ok(Some(Reading { note, trace: Some(dropped) }));
+        }
     }
     Ok(None)
 }
+
+/// A convention in words, and the places that follow it.
+type Held = (String, BTreeSet<Place>);
 
 struct Trial<'a> {
     judge: &'a Judge<'a>,
@@ -69,18 +75,20 @@ impl Trial<'_> {
         Ok(judge_op(self.judge, trace, self.place, self.subject)?.verdict == Verdict::Match)
     }
 
-    /// Whether all operations of a trace that were made from the place, captured or not, are right; `None` where there is no
-    /// such operation.
-    fn follow(&self, trace: &Trace) -> Result<Option<bool>, VerifyError> {
+    /// Whether all operations of a trace that were made from these places, captured or not, are right; `None` where there is
+    /// no such operation.
+    fn follow(&self, trace: &Trace, of: &BTreeSet<Place>) -> Result<Option<bool>, VerifyError> {
         let captured = |place: Place| trace.ranks(place).is_some();
         let names = points(self.judge.config, self.judge.options);
         let mut right = None;
-        for place in names.iter().filter_map(|name| name.parse::<Place>().ok()).filter(|place| captured(*place)) {
+        for place in names.iter().filter_map(|name| name.parse::<Place>().ok()).filter(|p| captured(*p)) {
             let reads = self.judge.reads(place, &captured).unwrap_or_default();
-            if place != self.place && (reads.from.contains(&self.place) || reads.over.contains(&self.place)) {
+            if !of.contains(&place) && !(reads.from.is_disjoint(of) && reads.over.is_disjoint(of)) {
                 match judge_op(self.judge, trace, place, self.subject)?.verdict {
                     Verdict::Match | Verdict::Drift => right = right.or(Some(true)),
-                    Verdict::Divergent => right = Some(false),
+                    // What was written over itself is no witness.
+                    Verdict::Divergent if Trial { place, ..*self }.is_another_captured() => {}
+                    Verdict::Divergent => return Ok(Some(false)),
                     _ => {}
                 }
             }
@@ -91,7 +99,7 @@ impl Trial<'_> {
     /// The dump in other orders of the same values.
     fn other_orders(&self) -> Vec<(String, Trace)> {
         use Point::*;
-        let (rope, point) = (self.judge.config.rope, self.place.point);
+        let (rope, point, model) = (self.judge.config.rope, self.place.point, self.subject.checkpoint.config());
         let mut all = Vec::new();
         let turned = [Q, KRope, IndexQ, IndexK];
         if turned.contains(&point) {
@@ -129,6 +137,34 @@ impl Trial<'_> {
                 false => Some(c.clone()),
             });
             all.push((format!("{} has heads before tokens", point.name()), trace));
+        }
+        for (by, how) in [(-1, "too high"), (1, "too low")].into_iter().filter(|_| self.place.layer().is_some()) {
+            for alone in [true, false] {
+                let renumbered = |c: &Captured| {
+                    let Some(own) = c.place.layer().filter(|_| !alone || c.place.point == point) else {
+                        return Some(c.clone());
+                    };
+                    let layer = own.checked_add_signed(by).filter(|layer| *layer < model.layers)?;
+                    let place = Place::trunk(layer, c.place.point);
+                    // Dense layers and those of experts are not alike in everything.
+                    let fits = c.place.point.is_masked() || place.shape(model, self.trace.tp) == c.shape;
+                    Some(Captured { place: if fits { place } else { c.place }, ..c.clone() })
+                };
+                let what = if alone { point.name() } else { "everything in layers" };
+                all.push((format!("{what} has a layer's number that is one {how}"), self.trace.map(renumbered)));
+            }
+        }
+        if matches!(point, QRaw | Q | KvA | KRope | KvLatent | Context) {
+            let family = [QRaw, Q, QAbsorbed];
+            let moves = |p: Point| p == point || (family.contains(&point) && family.contains(&p));
+            for (by, how) in [(1, "late"), (self.trace.ids.len() - 1, "early")] {
+                let turned = self.trace.map(|c| {
+                    let (rows, width) = (c.rows, c.row_len());
+                    let from = |i: usize| (i / width + rows - by) % rows * width + i % width;
+                    if moves(c.place.point) { moved(c, &from) } else { Some(c.clone()) }
+                });
+                all.push((format!("rows of {} stand one token too {how}", point.name()), turned));
+            }
         }
         if matches!(point, Embed | Input) {
             let rows = self.trace.ids.len();
@@ -169,53 +205,70 @@ impl Trial<'_> {
             .collect()
     }
 
-    /// The place that this one holds the values of, and the dump without what is so.
-    fn holds_another(&self) -> Result<Option<(String, Trace)>, VerifyError> {
+    /// What a place of this point may hold in place of its own values.
+    fn others(&self) -> Vec<(Place, &'static str)> {
         use Point::*;
+        const OVER: &str = "behind its norm: written over later";
+        const APART: &str = "without the residual, which the engine keeps apart";
+        const ADDED: &str = "with the residual added: written over later";
         let (layer, last) = (self.place.layer(), self.judge.config.layers - 1);
         let at = |point: Point| self.place.at(point);
-        let next = |point: Point| layer.filter(|l| *l < last).map(|l| Place::trunk(l + 1, point));
-        let others: Vec<(Place, &str)> = match self.place.point {
+        let next = |point: Point| layer.filter(|l| *l < last).map_or(Place::FINAL_NORM, |l| Place::trunk(l + 1, point));
+        match self.place.point {
             Output => vec![
-                (at(FfnOut), "without the residual, which the engine keeps apart"),
+                (at(FfnOut), APART),
                 (at(Input), "of one layer before"),
-                (
-                    next(Output).unwrap_or(Place::FINAL_NORM),
-                    if layer == Some(last) { "behind the final norm" } else { "of one layer behind" },
-                ),
-                (next(AttnNorm).unwrap_or(Place::FINAL_NORM), "behind the next norm"),
+                (next(AttnNorm), if layer == Some(last) { "behind the final norm" } else { "behind the next norm" }),
             ],
-            Input => vec![(at(AttnNorm), "behind its norm: written over later"), (at(Output), "of one layer behind")],
-            Residual => vec![
-                (at(FfnNorm), "behind its norm: written over later"),
-                (at(AttnOut), "without the residual, which the engine keeps apart"),
-                (at(Input), "before attention"),
-            ],
-            QA => vec![(at(QANorm), "behind its norm: written over later")],
-            Embed => vec![(Place::trunk(0, AttnNorm), "behind the first norm: written over later")],
+            Input => vec![(at(AttnNorm), OVER), (at(Output), "of one layer behind")],
+            Residual => vec![(at(FfnNorm), OVER), (at(AttnOut), APART), (at(Input), "before attention")],
+            AttnOut => vec![(at(Residual), ADDED)],
+            FfnOut => vec![(at(Output), ADDED)],
+            QA => vec![(at(QANorm), OVER)],
+            Embed => vec![(Place::trunk(0, AttnNorm), OVER)],
             _ => Vec::new(),
-        };
-        let rest = self.trace.only(|place| place != self.place);
-        for (other, how) in others {
-            let holds = match self.trace.ranks(other) {
-                Some(_) => self.holds(self.place, other),
-                // It was not captured: made from what is there beside the place itself.
-                None => Unjudged::or_none(self.holds_what(&rest, other))?.unwrap_or(false),
-            };
-            if holds {
-                let shift = |place: Place| {
-                    let ((to, from), own) = other.layer().zip(layer).zip(place.layer())?;
-                    Some(Place::trunk(own + to - from, other.point))
-                };
-                let same = |place: Place| {
-                    place == self.place
-                        || (place.point == self.place.point && shift(place).is_some_and(|o| self.holds(place, o)))
-                };
-                let note = format!("{} holds values {how} ({other})", self.place.point.name());
-                return Ok(Some((note, self.trace.only(|place| !same(place)))));
-            }
         }
-        Ok(None)
+    }
+
+    /// True where the place holds, bit for bit, what another place was captured with.
+    fn is_another_captured(&self) -> bool {
+        self.others().into_iter().any(|(other, _)| self.holds(self.place, other))
+    }
+
+    /// Which places this one may hold the values of, in words, and all places that are so.
+    fn holds_another(&self) -> Result<Vec<Held>, VerifyError> {
+        let layer = self.place.layer();
+        let rest = self.trace.only(|place| place != self.place);
+        let mut all = Vec::new();
+        for (other, how) in self.others() {
+            let note = format!("{} holds values {how} ({other})", self.place.point.name());
+            let places = || self.trace.places().into_iter().filter(|place| place.point == self.place.point);
+            if self.trace.ranks(other).is_none() {
+                // It was not captured: made from what is there beside the place itself.
+                if Unjudged::or_none(self.holds_what(&rest, other))?.unwrap_or(false) {
+                    all.push((note.clone(), BTreeSet::from([self.place])));
+                    all.push((note, places().collect()));
+                }
+                continue;
+            }
+            if !self.holds(self.place, other) {
+                continue;
+            }
+            let shift = |place: Place| match (other.layer(), layer, place.layer()) {
+                (Some(to), Some(from), Some(own)) => Some(Place::trunk(own + to - from, other.point)),
+                _ => None,
+            };
+            let alike = |place: &Place| shift(*place).is_some_and(|other| self.holds(*place, other));
+            let mut without: BTreeSet<Place> = places().filter(alike).collect();
+            without.insert(self.place);
+            // What one layer gives is what the next one takes: a copy, which is no second witness.
+            let copies: Vec<Place> = without.iter().filter_map(|place| neighbour(*place)).collect();
+            let is_copy = |copy: &Place| without.iter().any(|place| self.holds(*place, *copy));
+            let copies: Vec<Place> = copies.into_iter().filter(is_copy).collect();
+            without.extend(copies);
+            all.push((note, without));
+        }
+        Ok(all)
     }
 
     /// True where two places were captured with the same values.
@@ -228,34 +281,38 @@ impl Trial<'_> {
     fn holds_what(&self, rest: &Trace, other: Place) -> Result<bool, Unjudged> {
         let seen = Seen::new(rest, 0);
         let recomputed = self.judge.recompute(other, &|n| seen.get(n))?;
-        self.matches(recomputed)
+        self.matches(0, recomputed)
     }
 
-    /// True where the place's values are these, within their floor.
-    fn matches(&self, recomputed: Recomputed) -> Result<bool, Unjudged> {
-        let whole = self.trace.seen_by(0, self.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
+    /// True where a rank's values of the place are these, within their floor.
+    fn matches(&self, rank: usize, recomputed: Recomputed) -> Result<bool, Unjudged> {
+        let whole = self.trace.seen_by(rank, self.place).map_err(|e| Unjudged::NoData(e.to_string()))?;
         let measured = self.judge.measured(&whole, recomputed)?;
         let all: Energy = measured.energies(|_| true).iter().sum();
         Ok(all.m > 0 && all.undefined == 0 && all.share() <= 1.0)
     }
 
-    /// One rank's addend in place of the sum over ranks, and the dump without all such sums.
-    fn rank_part(&self) -> Result<Option<(String, Trace)>, Unjudged> {
-        if self.trace.tp != 1 || !self.place.point.is_reduced() || self.place.point == Point::Embed {
+    /// Ranks' addends in place of their sum, and all such places.
+    fn rank_part(&self) -> Result<Option<Held>, Unjudged> {
+        let point = self.place.point;
+        if !point.is_reduced() || point == Point::Embed {
             return Ok(None);
         }
-        let seen = Seen::new(self.trace, 0);
-        for tp in DEGREES {
-            let Ok(parts) = self.judge.recompute_partials(self.place, &|n| seen.get(n), tp) else { continue };
-            for (rank, part) in parts.into_iter().enumerate() {
-                if self.matches(part)? {
-                    let note =
-                        format!("{} is rank {rank}'s addend of {tp}, not the sum over ranks", self.place.point.name());
-                    return Ok(Some((note, self.trace.only(|place| place.point != self.place.point))));
+        let (seen, ranks) = (Seen::new(self.trace, 0), self.trace.tp);
+        let degrees = if ranks > 1 { vec![ranks] } else { DEGREES.to_vec() };
+        let whose = degrees.into_iter().find_map(|tp| {
+            let parts = self.judge.recompute_partials(self.place, &|n| seen.get(n), tp).ok()?;
+            let held = |rank: usize, part: &Recomputed| self.matches(rank, part.clone()).unwrap_or(false);
+            match ranks {
+                1 => parts.iter().position(|part| held(0, part)).map(|rank| format!("rank {rank}'s addend of {tp}")),
+                _ => {
+                    let all = parts.iter().enumerate().all(|(rank, part)| held(rank, part));
+                    all.then(|| "every rank's own addend".into())
                 }
             }
-        }
-        Ok(None)
+        });
+        let alike = || self.trace.places().into_iter().filter(|place| place.point == point).collect();
+        Ok(whose.map(|whose| (format!("{} is {whose}, not the sum over ranks", point.name()), alike())))
     }
 
     /// Where positions begin again: sequences, or padding and a sequence, were written one behind the other.
@@ -272,19 +329,34 @@ impl Trial<'_> {
             let rows = measured.rows.iter().zip(measured.energies(|_| true));
             Ok(rows.filter(|(_, e)| e.share() > 1.0).map(|(row, _)| *row).collect())
         };
-        let wrong = bad(&every)?;
-        let Some(first) = wrong.first().copied().filter(|row| *row > 0) else { return Ok(None) };
-        let variant = Some(Variant::Position(-(first as i64)));
-        let moved = Judge { options: RefOptions { variant, ..every.options }, ..every };
-        let behind = bad(&moved)?.into_iter().filter(|row| *row >= first).count();
-        // The first token of a sequence is not turned; a third sequence would begin again once more.
-        let rest = self.trace.ids.len() - first;
-        if behind > 0 && behind >= rest / 2 {
-            return Ok(None);
+        let (wrong, ids) = (bad(&every)?, &self.trace.ids);
+        let filled = ids.iter().take_while(|id| **id == ids[0]).count();
+        let begins = [wrong.first().copied().unwrap_or(0), filled].into_iter().filter(|at| (1..ids.len()).contains(at));
+        for first in begins {
+            let variant = Some(Variant::Position(-(first as i64)));
+            let moved = Judge { options: RefOptions { variant, ..every.options }, ..every };
+            // A third sequence would begin again once more.
+            let (behind, rest) = (bad(&moved)?.range(first..).count(), ids.len() - first);
+            let before = wrong.range(first..).count();
+            if before > 0 && (behind == 0 || (behind < rest / 2 && behind < before)) {
+                let what = match filled == first && first > 1 {
+                    true => "padding was written as tokens",
+                    false => "sequences of a batch were written as one",
+                };
+                let note = format!("positions begin again at token {first}: {what}; capture one sequence by itself");
+                return Ok(Some(note));
+            }
         }
-        let padding = self.trace.ids[..first].iter().all(|id| *id == self.trace.ids[0]) && first > 1;
-        let what = if padding { "padding was written as tokens" } else { "sequences of a batch were written as one" };
-        Ok(Some(format!("positions begin again at token {first}: {what}; capture one sequence by itself")))
+        Ok(None)
+    }
+}
+
+/// The place on the other side of the border between two layers.
+fn neighbour(place: Place) -> Option<Place> {
+    match place.point {
+        Point::Output => Some(Place::trunk(place.layer()? + 1, Point::Input)),
+        Point::Input => Some(Place::trunk(place.layer()?.checked_sub(1)?, Point::Output)),
+        _ => None,
     }
 }
 

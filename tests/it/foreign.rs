@@ -4,8 +4,8 @@
 
 use crate::common;
 
-use common::{GLM5_NANO, PICO};
 use common::subject::{Silent, check, run_of_reference, show, subject};
+use common::{GLM5_NANO, PICO};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::diagnose::bisect;
 use lockstep::model::{Place, Point};

@@ -35,6 +35,8 @@ fn a_run_is_judged_by_its_own_recipe() {
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
         let report = logits::run(&of, &Silent).expect("runs");
         assert_eq!(report.verdict(), Verdict::Match, "{model}: {}", show(&report));
+        let (rho, limit) = report.worst().and_then(|c| c.rho).expect("judged by the floor");
+        assert!(rho < 0.8 * limit, "far from its limit, in its columns too: {rho} of {limit}");
         // bf16 keeps 8 bits where f32 keeps 24: far outside the strict floors, at every product with weights.
         let (_, report) = judged(fast(&plain()), RefRecipe::Strict, plain());
         let bad = bad(&report);

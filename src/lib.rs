@@ -14,6 +14,7 @@ pub mod model;
 pub mod partial;
 pub mod probe;
 pub mod quant;
+pub mod regular;
 pub mod report;
 #[cfg(feature = "serve")]
 pub mod serve;

@@ -13,6 +13,7 @@ use super::{CheckpointError, TensorSource, View};
 use crate::gguf::{Array, Value};
 use crate::model::Metadata;
 use crate::quant::{QuantType, TypeInfo, foreign};
+use crate::regular;
 use crate::report::table::plural;
 use crate::tokenize::{OtherTemplate, TokenizeError, TokenizerSpec};
 
@@ -60,6 +61,25 @@ pub(super) fn refuse(path: &Path, problem: impl Into<String>) -> CheckpointError
     CheckpointError::Hf { path: path.into(), problem: problem.into() }
 }
 
+/// Files beside the weights that are read when somebody asks for the tokenizer.
+const TEXTS: [&str; 5] =
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"];
+
+/// What a file that ends too early lacks, by its own header: bytes, and the first tensor that is not whole.
+fn cut_short(bytes: &[u8]) -> Option<String> {
+    let header = usize::try_from(u64::from_le_bytes(*bytes.first_chunk()?)).ok()?;
+    let start = header.checked_add(8)?;
+    let entries: HashMap<String, serde_json::Value> = serde_json::from_slice(bytes.get(8..start)?).ok()?;
+    let offset =
+        |entry: &serde_json::Value, at: usize| entry["data_offsets"][at].as_u64().and_then(|v| usize::try_from(v).ok());
+    let tensors = entries.iter().filter_map(|(name, entry)| Some((offset(entry, 0)?, offset(entry, 1)?, name)));
+    let held = bytes.len().checked_sub(start)?;
+    let cut: Vec<_> = tensors.filter(|(_, end, _)| *end > held).collect();
+    let expected = cut.iter().map(|(_, end, _)| *end).max()?.checked_add(start)?;
+    let (_, _, first) = cut.iter().min()?;
+    Some(format!("expected {expected} bytes, found {}: cut short, first in the tensor {first}", bytes.len()))
+}
+
 impl HfFolder {
     /// Opens a folder with `config.json` and either an index or plain `.safetensors` files.
     ///
@@ -79,6 +99,15 @@ impl HfFolder {
             folder: folder.into(),
             warnings: Vec::new(),
         };
+        for name in TEXTS {
+            let path = folder.join(name);
+            if path.exists() && !path.is_file() {
+                return Err(refuse(
+                    &path,
+                    "expected a regular file, found something else (a folder, a pipe or a device)",
+                ));
+            }
+        }
         let index = Index::read(folder)?;
         for path in shard_files(folder, index.as_ref())? {
             this.add(path)?;
@@ -93,8 +122,9 @@ impl HfFolder {
         let file = std::fs::File::open(&path).map_err(|e| refuse(&path, e.to_string()))?;
         // SAFETY: read-only and private; see gguf::Shard::open for what a shrinking file would do.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&path, e.to_string()))?;
-        let parsed = SafeTensors::deserialize(&map)
-            .map_err(|e| refuse(&path, format!("expected safetensors, found damage: {e}")))?;
+        let parsed = SafeTensors::deserialize(&map).map_err(|e| {
+            refuse(&path, cut_short(&map).unwrap_or(format!("expected safetensors, found damage: {e}")))
+        })?;
         let mut entries = Vec::new();
         let mut tensors = parsed.tensors();
         tensors.sort_by(|a, b| a.0.cmp(&b.0)); // so that the same tensor is named at every run
@@ -142,7 +172,7 @@ impl HfFolder {
 
 /// A JSON file of the folder, whole.
 pub(super) fn read_json(path: &Path) -> Result<serde_json::Value, CheckpointError> {
-    let text = std::fs::read(path).map_err(|e| refuse(path, e.to_string()))?;
+    let text = regular::read(path).map_err(|e| refuse(path, e.to_string()))?;
     serde_json::from_slice(&text).map_err(|e| refuse(path, format!("expected JSON, found something else: {e}")))
 }
 

@@ -152,7 +152,7 @@ impl Certificate {
     /// A file that cannot be read, or that is none.
     pub(super) fn read(path: &Path) -> Result<Self, CliError> {
         let wrong = |e: String| CliError::Usage(format!("--certificate {}: {e}", path.display()));
-        let text = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+        let text = crate::regular::read(path).map_err(|e| wrong(e.to_string()))?;
         serde_json::from_slice(&text).map_err(|e| wrong(format!("expected a certificate: {e}")))
     }
 

@@ -36,7 +36,7 @@ const AT_ONCE: usize = 24;
 /// What is wrong with the file, by its name.
 pub fn read(path: &Path) -> Result<Vec<Ask>, String> {
     let bad = |problem: String| format!("{}: {problem}", path.display());
-    let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
+    let text = crate::regular::read_text(path).map_err(|e| bad(e.to_string()))?;
     let list: Vec<Ask> =
         serde_json::from_str(&text).map_err(|e| bad(format!("expected a list of {{ask, answer}}: {e}")))?;
     if list.is_empty() {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use super::{Subject, VerifyError};
 use crate::checkpoint::{Checkpoint, Naming};
+use crate::regular;
 use crate::report::table::plural;
 use crate::report::{Check, Progress, StageReport, Verdict};
 use crate::tokenize::{ChatMessage, Finding, JsonTokenizer, TokenizeError, Tokenizer, TokenizerSpec, tool_turns};
@@ -98,7 +99,7 @@ fn json_path(checkpoint: &Checkpoint) -> Option<PathBuf> {
 /// The tokenizer.json beside a model: its path and its text.
 fn tokenizer_json(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let path = json_path(checkpoint)?;
-    let text = std::fs::read_to_string(&path).ok()?;
+    let text = regular::read_text(&path).ok()?;
     Some((path.display().to_string(), text))
 }
 

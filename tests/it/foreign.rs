@@ -4,8 +4,8 @@
 
 use crate::common;
 
+use common::PICO;
 use common::subject::{Silent, check, run_of_reference, show, subject};
-use common::{GLM5_NANO, PICO};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::diagnose::bisect;
 use lockstep::model::{Place, Point};
@@ -19,10 +19,10 @@ use lockstep_reference::{
 const HALF: RefRecipe = RefRecipe::TorchHalf(Half::Bf16);
 const TORCH: [RefRecipe; 4] = [RefRecipe::TorchF32, HALF, RefRecipe::TorchHalf(Half::F16), RefRecipe::TorchAutocast];
 const EXPANDED: RefOptions = RefOptions { dense: false, mtp: false, expanded: true, variant: None };
-const TOKENS: usize = 72;
+const TOKENS: usize = 40;
 
 fn of() -> Subject {
-    Subject { rows: (0..TOKENS).step_by(5).chain([TOKENS - 1]).collect(), ..subject(GLM5_NANO, 1, TOKENS) }
+    Subject { rows: (0..TOKENS).step_by(3).chain([TOKENS - 1]).collect(), ..subject(PICO, 1, TOKENS) }
 }
 
 fn dump(recipe: RefRecipe) -> Trace {
@@ -64,11 +64,11 @@ fn what_was_not_captured_is_said_once() {
     let report = judged(dump(RefRecipe::TorchF32).only(|place| parts(place)[1]), RefRecipe::TorchF32);
     let (verdict, detail) = check(&report, "ffn.hidden");
     assert_eq!(
-        (verdict, detail.contains("not captured in 6 places: judged as part of spans")),
+        (verdict, detail.contains("not captured in 3 places: judged as part of spans")),
         (Verdict::NotApplicable, true)
     );
-    let (_, detail) = check(&report, "layers.3.ffn.out");
-    assert!(detail.contains("a span of") && detail.contains("from layers.3.ffn.norm"), "{detail}");
+    let (_, detail) = check(&report, "layers.2.ffn.out");
+    assert!(detail.contains("a span of") && detail.contains("from layers.2.ffn.norm"), "{detail}");
     let cut = dump(RefRecipe::TorchF32).only(|place| parts(place)[1] && place.point != Point::Logits);
     let report = judged(cut, RefRecipe::TorchF32);
     let (verdict, detail) = check(&report, "logits");
@@ -174,15 +174,15 @@ fn mistakes_of_other_engines_are_named() {
 #[test]
 fn a_span_is_named_where_little_was_captured() {
     let whole = dump(RefRecipe::TorchF32);
-    let place = Place::trunk(3, Point::Output);
+    let place = Place::trunk(1, Point::Output);
     let noise = |i: usize, v: f32| if i.is_multiple_of(7) { v * 1.05 } else { v };
     let values = whole.ranks(place).expect("captured")[0].as_f32();
     let odd: Vec<f32> = values.iter().enumerate().map(|(i, v)| noise(i, *v)).collect();
     let hidden = with_values(&whole, place, &odd).only(|place| parts(place)[2]);
     let report = judged(hidden.clone(), RefRecipe::TorchF32);
-    let (verdict, detail) = check(&report, "layers.3.output");
-    assert!(verdict == Verdict::Divergent && detail.contains("from layers.2.output"), "{verdict:?} {detail}");
-    assert_eq!(bad(&report)[0], "layers.3.output", "{}", show(&report));
+    let (verdict, detail) = check(&report, "layers.1.output");
+    assert!(verdict == Verdict::Divergent && detail.contains("from layers.0.output"), "{verdict:?} {detail}");
+    assert_eq!(bad(&report)[0], "layers.1.output", "{}", show(&report));
     assert_eq!(named(hidden, RefRecipe::TorchF32).2, "UNKNOWN");
 }
 
@@ -265,19 +265,19 @@ fn captures_that_are_wrong_are_not_laid_on_the_engine() {
 fn an_engine_that_goes_on_with_it_is_accused() {
     let recipe = RefRecipe::TorchF32;
     let whole = dump(recipe);
-    let (at, lost) = (Place::trunk(2, Point::Output), values(&whole, Place::trunk(2, Point::FfnOut)).expect("there"));
+    let (at, lost) = (Place::trunk(1, Point::Output), values(&whole, Place::trunk(1, Point::FfnOut)).expect("there"));
     let mut run = with_values(&whole, at, &lost);
-    run = with_values(&run, Place::trunk(3, Point::Input), &lost);
+    run = with_values(&run, Place::trunk(2, Point::Input), &lost);
     // What follows is made from it.
-    let norm = mistaken(&run, recipe, Place::trunk(3, Point::AttnNorm), EXPANDED, &|_| {});
+    let norm = mistaken(&run, recipe, Place::trunk(2, Point::AttnNorm), EXPANDED, &|_| {});
     let report = judged(norm, recipe);
-    assert!(bad(&report).contains(&"layers.2.output"), "{}", show(&report));
+    assert!(bad(&report).contains(&"layers.1.output"), "{}", show(&report));
 }
 
 #[test]
 fn sequences_written_one_behind_the_other_are_said_to_be() {
     let recipe = RefRecipe::TorchF32;
-    let (whole, cut) = (dump(recipe), 30);
+    let (whole, cut) = (dump(recipe), 15);
     let point = Place::trunk(0, Point::KRope);
     let moved = RefOptions { variant: Some(Variant::Position(-(cut as i64))), ..EXPANDED };
     let (first, behind) = (values(&whole, point).expect("there"), mistaken(&whole, recipe, point, moved, &|_| {}));
@@ -285,14 +285,5 @@ fn sequences_written_one_behind_the_other_are_said_to_be() {
     let both = [&first[..cut * width], &values(&behind, point).expect("there")[cut * width..]].concat();
     let report = judged(with_values(&whole, point, &both), recipe);
     let (verdict, detail) = check(&report, "layers.0.attn.k_rope");
-    assert!(verdict == Verdict::Unmeasured && detail.contains("begin again at token 30"), "{verdict:?} {detail}");
-}
-
-/// Another model's shape is no convention.
-#[test]
-fn small_models_are_judged_alike() {
-    let of = Subject { rows: vec![3, 20, 39], ..subject(PICO, 1, 40) };
-    let target = run_of_reference(&of, Arith::F32(HALF, Order::Blocks(7)), EXPANDED);
-    let report = activations::run(&Subject { target: Some(target), recipe: HALF, ..of }, &Silent).expect("runs");
-    assert!(bad(&report).is_empty(), "{}", show(&report));
+    assert!(verdict == Verdict::Unmeasured && detail.contains("begin again at token 15"), "{verdict:?} {detail}");
 }

@@ -9,6 +9,7 @@ use super::{Dump, DumpError, Entry, FORMAT, INDEX, Index, Meta, VERSION, axes};
 use crate::model::{Attention, Block, Place, Point};
 use crate::probe::capture::{Captured, Values};
 use crate::probe::trace::Trace;
+use crate::regular;
 
 /// More ranks than any host has.
 const MOST_RANKS: usize = 1024;
@@ -24,7 +25,7 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
         let problem = "expected a dump folder (dump.json and a safetensors file per rank)".to_string();
         return Err(DumpError::Json { path: dir.into(), problem });
     }
-    let text = std::fs::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
+    let text = regular::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| DumpError::Json { path: path.clone(), problem: e.to_string() })?;
     let attention = check(&path, &index)?;
@@ -60,7 +61,7 @@ pub fn read(dir: &Path) -> Result<Dump, DumpError> {
     let mut captured: Vec<Vec<Captured>> = (0..index.tp).map(|_| Vec::new()).collect();
     for (file, entries) in by_file {
         let path = dir.join(file);
-        let bytes = std::fs::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
+        let bytes = regular::read(&path).map_err(|source| DumpError::Io { path: path.clone(), source })?;
         let tensors = SafeTensors::deserialize(&bytes)
             .map_err(|e| DumpError::Safetensors { path: path.clone(), problem: e.to_string() })?;
         for (entry, place) in entries {

@@ -29,6 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         baseline: None,
         engines: Box::new(CpuBackend::default()),
         recipe: RefRecipe::Strict,
+        guessed: false,
         tp: 4,
         attention: Attention::Dsa,
         ids: vec![1, 2, 3],

@@ -132,12 +132,12 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
             format!("--attention {}: the dump states {}; leave it out, or dump with it", typed.name(), stated.name());
         return Err(CliError::Usage(problem));
     }
-    let recipe = match &target {
-        None => recipe_of(engines.backend().recipe()),
+    let (recipe, guessed) = match &target {
+        None => (recipe_of(engines.backend().recipe()), false),
         Some(dump) => {
             let (recipe, note) = producer::recipe_of(&dump.meta.recipe, &dump.trace);
             note.iter().for_each(|note| console::note(note));
-            recipe
+            (recipe, !producer::knows(&dump.meta.recipe))
         }
     };
     let target = target.map(|t| t.trace);
@@ -157,6 +157,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         baseline,
         engines,
         recipe,
+        guessed,
         tp: target.as_ref().map_or(tp, |t| t.tp),
         attention: attention_of(args),
         ids,

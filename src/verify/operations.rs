@@ -45,32 +45,38 @@ pub(crate) fn judge_all(
     each: &mut Found<'_>,
 ) -> Result<RefRecipe, VerifyError> {
     let recipe = match subject.target.is_some() && subject.recipe == RefRecipe::Fast {
-        true => held(subject, progress)?,
-        false => subject.recipe,
+        true if holds(subject, RefRecipe::Strict, progress)? => RefRecipe::Strict,
+        _ => subject.recipe,
     };
-    judge_by(subject, recipe, progress, each)?;
+    let known = !subject.guessed || holds(subject, recipe, progress)?;
+    judge_by(subject, recipe, progress, &mut |judge, mut found, trace| {
+        for f in found.iter_mut().filter(|f| !known && f.verdict == Verdict::Divergent) {
+            let detail = format!("the floor of the dump's recipe is not known, and {}'s does not hold", recipe.name());
+            (f.verdict, f.detail) = (Verdict::Unmeasured, format!("{detail}; {}", f.detail));
+        }
+        each(judge, found, trace)
+    })?;
     Ok(recipe)
 }
 
-/// Products with weights of a dump that must be within strict's floors before all are held to these.
+/// Products with weights of a dump that must be within a recipe's floors before all are held to these.
 const HELD: f64 = 0.75;
 
-/// A dump's word chooses its floors, and a wider one would excuse what is not rounding: a dump that says fast, but whose
-/// products with weights, in which alone the two differ, mostly hold strict's floors, was computed strictly and is judged
-/// so.
-fn held(subject: &Subject, progress: &dyn Progress) -> Result<RefRecipe, VerifyError> {
+/// True for a dump whose products with weights, in which recipes differ most, mostly hold a recipe's floors. A dump's word
+/// chooses its floors, and a wider one would excuse what is not rounding: what says fast, and holds strict's, was computed
+/// strictly. And what is computed in a way that nobody knows is not held to what only some of it holds.
+fn holds(subject: &Subject, recipe: RefRecipe, progress: &dyn Progress) -> Result<bool, VerifyError> {
     let (mut judged, mut within) = (0usize, 0usize);
     let config = subject.checkpoint.config();
-    judge_by(subject, RefRecipe::Strict, progress, &mut |_, found, _| {
-        for finding in found.iter().filter(|f| multiplies(f.place, config)) {
+    judge_by(subject, recipe, progress, &mut |_, found, _| {
+        for finding in found.iter().filter(|f| multiplies(f.place, config) || !f.over.is_empty()) {
             let good = matches!(finding.verdict, Verdict::Match | Verdict::Drift);
             judged += usize::from(good || finding.verdict == Verdict::Divergent);
             within += usize::from(good);
         }
         Ok(())
     })?;
-    let strict = judged > 0 && within as f64 >= HELD * judged as f64;
-    Ok(if strict { RefRecipe::Strict } else { RefRecipe::Fast })
+    Ok(judged > 0 && within as f64 >= HELD * judged as f64)
 }
 
 /// True for products with stored weights, whose operand `fast` rounds.

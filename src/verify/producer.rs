@@ -13,6 +13,11 @@ const STREAM: [Point; 2] = [Point::Residual, Point::Output];
 /// Values that must be there to decide.
 const LEAST_VALUES: usize = 256;
 
+/// True for words that say how an engine computes; without one, the recipe is a guess from the values.
+pub fn knows(stated: &str) -> bool {
+    RefRecipe::named(stated).is_some()
+}
+
 /// The recipe that a dump is judged in, and what is to be said of it.
 pub fn recipe_of(stated: &str, trace: &Trace) -> (RefRecipe, Option<String>) {
     let (known, found) = (RefRecipe::named(stated), of_values(trace));

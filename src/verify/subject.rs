@@ -24,6 +24,8 @@ pub struct Subject {
     pub engines: Box<dyn Engines>,
     /// How the run under judgement computes: the engines' recipe, or a dump's. Floors are those of this recipe.
     pub recipe: RefRecipe,
+    /// The recipe was guessed, since a dump's word for it says nothing here.
+    pub guessed: bool,
     /// Ranks.
     pub tp: usize,
     /// What queries attend to.

@@ -162,7 +162,7 @@ fn a_dump_says_its_recipe_and_is_judged_by_it() {
     };
     dumped("fast").exits(0).says(r#""recipe": "fast""#);
     dumped("strict").exits(1).says(r#""recipe": "strict""#);
-    let unknown = dumped("bf16-everywhere").exits(1);
+    let unknown = dumped("bf16-everywhere").exits(3);
     unknown.says(r#""recipe": "torch-f32""#);
     let said = "is \"bf16-everywhere\", which is unknown here; its values are those of torch-f32";
     assert!(unknown.stderr.contains(said), "{}", unknown.stderr);

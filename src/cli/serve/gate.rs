@@ -104,6 +104,7 @@ pub fn run(asked: Asked, told: &Told) -> Result<Passed, CliError> {
     let some = [0, checkpoint.config().dense_layers.min(layers - 1), layers / 2, layers - 1];
     let subject = Subject {
         recipe: recipe_of(lender.makes.backend().recipe()),
+        guessed: false,
         engines: Box::new(Lending(lender.clone())),
         baseline: None,
         tp,

@@ -39,6 +39,7 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
         baseline: None,
         engines: Box::new(CpuBackend::default()),
         recipe: RefRecipe::Strict,
+        guessed: false,
         tp,
         attention: Attention::Dsa,
         ids,

@@ -284,7 +284,7 @@ fn explain(
     let share = |e: &Explanation| if e.by_bytes { 0.0 } else { e.fit.rho / e.fit.limit };
     // A sum without one rank's part looks as with that part never filled; where no bytes can be asked, ranks miss meetings
     // more often than loaders fill a part of a parameter.
-    let rarer = |e: &Explanation| e.kind != "REDUCE_MISSED";
+    let rarer = |e: &Explanation| subject.target.is_some() && e.kind != "REDUCE_MISSED";
     fits.sort_by(|a, b| {
         let most_ranks = b.ranks.len().cmp(&a.ranks.len());
         share(a).total_cmp(&share(b)).then(most_ranks).then(rarer(a).cmp(&rarer(b)))

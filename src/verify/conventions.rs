@@ -43,8 +43,7 @@ pub(super) fn fitting(
     }
     let own = BTreeSet::from([place]);
     for (note, trace) in trial.other_orders() {
-        let captured = trace.ranks(place).is_some();
-        if (!captured || trial.is_right(&trace)?) && trial.follow(&trace, &own)?.unwrap_or(captured) {
+        if trial.all_right(&trace)? && trial.follow(&trace, &own)?.unwrap_or(trace.ranks(place).is_some()) {
             return Ok(Some(Reading { note, trace: Some(trace) }));
         }
     }
@@ -70,9 +69,18 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    /// True if the place is right in another trace.
-    fn is_right(&self, trace: &Trace) -> Result<bool, VerifyError> {
-        Ok(judge_op(self.judge, trace, self.place, self.subject)?.verdict == Verdict::Match)
+    /// True if every place of the point is right in another trace; where that lacks the place itself, two others at least
+    /// must say so.
+    fn all_right(&self, trace: &Trace) -> Result<bool, VerifyError> {
+        let alike = trace.places().into_iter().filter(|place| place.point == self.place.point);
+        let mut right = 0;
+        for place in alike {
+            if judge_op(self.judge, trace, place, self.subject)?.verdict != Verdict::Match {
+                return Ok(false);
+            }
+            right += 1;
+        }
+        Ok(right >= if trace.ranks(self.place).is_some() { 1 } else { 2 })
     }
 
     /// Whether all operations of a trace that were made from these places, captured or not, are right; `None` where there is
@@ -138,8 +146,9 @@ impl Trial<'_> {
             });
             all.push((format!("{} has heads before tokens", point.name()), trace));
         }
-        for (by, how) in [(-1, "too high"), (1, "too low")].into_iter().filter(|_| self.place.layer().is_some()) {
-            for alone in [true, false] {
+        // Hidden states that are counted from the embedding, or all of a layer.
+        if let (Output | Input, alone) = (point, point == Output) {
+            for (by, how) in [(-1, "too high"), (1, "too low")] {
                 let renumbered = |c: &Captured| {
                     let Some(own) = c.place.layer().filter(|_| !alone || c.place.point == point) else {
                         return Some(c.clone());
@@ -225,6 +234,8 @@ impl Trial<'_> {
             AttnOut => vec![(at(Residual), ADDED)],
             FfnOut => vec![(at(Output), ADDED)],
             QA => vec![(at(QANorm), OVER)],
+            QRaw => vec![(at(Q), "behind rope: written over later")],
+            Routed => vec![(at(FfnOut), "with the shared expert's added: written over later")],
             Embed => vec![(Place::trunk(0, AttnNorm), OVER)],
             _ => Vec::new(),
         }

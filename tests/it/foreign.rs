@@ -22,7 +22,7 @@ const EXPANDED: RefOptions = RefOptions { dense: false, mtp: false, expanded: tr
 const TOKENS: usize = 40;
 
 fn of() -> Subject {
-    Subject { rows: (0..TOKENS).step_by(3).chain([TOKENS - 1]).collect(), ..subject(PICO, 1, TOKENS) }
+    Subject { rows: (0..TOKENS).step_by(2).chain([TOKENS - 1]).collect(), ..subject(PICO, 1, TOKENS) }
 }
 
 fn dump(recipe: RefRecipe) -> Trace {
@@ -239,7 +239,7 @@ fn captures_that_are_wrong_are_not_laid_on_the_engine() {
         for (what, target, words) in [
             ("halves", stored, "stored as halves"),
             ("residual apart", holds(Point::Output, Point::FfnOut), "without the residual"),
-            ("one layer off", holds(Point::Output, Point::Input), "of one layer before"),
+            ("one layer off", holds(Point::Output, Point::Input), "one too high"),
             ("written over", holds(Point::Input, Point::AttnNorm), "written over later"),
             (
                 "normed",

@@ -96,6 +96,9 @@ fn a_bisection_of_it_blames_no_kind_of_fault() {
     };
     let run = run();
     let culprit = bisect(altered(&run, place, &[1], 1.05)).culprit.expect("a culprit");
-    assert_eq!((culprit.place.as_str(), culprit.kind, culprit.ranks), (place.to_string().as_str(), "UNKNOWN", vec![1]));
+    assert_eq!(
+        (culprit.place.as_str(), culprit.kind, culprit.ranks),
+        (place.to_string().as_str(), "RANKS_DISAGREE", vec![1])
+    );
     assert!(bisect(run).culprit.is_none());
 }

@@ -22,6 +22,7 @@ mod invariants;
 mod logits;
 mod options;
 mod oracle;
+mod pipes;
 mod program;
 mod quantvec;
 mod recall;

@@ -145,7 +145,9 @@ pub fn add(cases: &mut Cases) {
     let [(name, bytes), _] = weights("BF16");
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     for at in [0, 4, 8, header / 2, header, header + 100, bytes.len() - 1] {
-        folder(cases, &format!("safetensors cut at {at}"), name, &["safetensors"], |f| _ = put(f, name, &bytes[..at]));
+        let size = format!("expected {} bytes, found {at}", bytes.len());
+        let words: &[&str] = if at < header { &["safetensors"] } else { &[&size, "first in the tensor model."] };
+        folder(cases, &format!("safetensors cut at {at}"), name, words, |f| _ = put(f, name, &bytes[..at]));
     }
     let lie = |length: u64| [&length.to_le_bytes()[..], &bytes[8..]].concat();
     for length in [0, 1, 1 << 20, 1 << 40, u64::MAX] {

@@ -59,7 +59,7 @@ pub(super) fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
         on_trust.map(|f| OnTrust { name: f.fact.name, value: f.fact.value, source: f.fact.source }).collect();
     if subject.checkpoint.is_tied() && !compared("weights") {
         let (value, source) = ("tied to the embedding", "the files hold none");
-        metadata.push(OnTrust { name: "output matrix".into(), value: value.into(), source: source.into() });
+        metadata.push(OnTrust { name: "output matrix", value: value.into(), source: source.into() });
     }
     let (trunk, mtp) = (params::of_trunk(c).len(), params::of_mtp(c).len());
     let values = stages.iter().find(|s| s.stage == "weights").map(|s| s.compared).unwrap_or_default();

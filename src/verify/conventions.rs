@@ -91,7 +91,8 @@ impl Trial<'_> {
         let mut right = None;
         for place in names.iter().filter_map(|name| name.parse::<Place>().ok()).filter(|p| captured(*p)) {
             let reads = self.judge.reads(place, &captured).unwrap_or_default();
-            if !of.contains(&place) && !(reads.from.is_disjoint(of) && reads.over.is_disjoint(of)) {
+            let hangs_on = !reads.from.is_disjoint(of) || !reads.over.is_disjoint(of);
+            if hangs_on && !of.contains(&place) {
                 match judge_op(self.judge, trace, place, self.subject)?.verdict {
                     Verdict::Match | Verdict::Drift => right = right.or(Some(true)),
                     // What was written over itself is no witness.

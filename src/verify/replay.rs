@@ -13,7 +13,7 @@ use lockstep_reference::{
 
 use super::VerifyError;
 use super::choice::Sizes;
-use super::floor::{Energy, Floored, LEAST_ROWS, LEAST_VALUES};
+use super::floor::{self, Energy, Floored};
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
 
@@ -36,15 +36,8 @@ impl Measured {
     /// Energy of every block of adjacent columns that has enough values to decide, by the floor of its own values, with its
     /// first and last column. None where the rows are too few to judge columns by.
     pub fn columns(&self) -> Vec<(usize, usize, Energy)> {
-        let (rows, width) = self.target.dim();
-        let Some(spread) = self.floored.spread.as_ref().filter(|_| rows >= LEAST_ROWS) else { return Vec::new() };
-        let block = LEAST_VALUES.div_ceil(rows);
-        let mut blocks = vec![Energy::default(); width.div_ceil(block)];
-        for (((i, j), t), r) in self.target.indexed_iter().zip(&self.floored.exact) {
-            blocks[j / block].add(*t, *r, spread[[i, j]]);
-        }
-        let ends = |(i, e): (usize, Energy)| (i * block, ((i + 1) * block).min(width) - 1, Energy { m: rows, ..e });
-        blocks.into_iter().enumerate().map(ends).collect()
+        let Some(spread) = &self.floored.spread else { return Vec::new() };
+        floor::columns(self.target.rows().into_iter(), |i, j| self.floored.exact[[i, j]], spread)
     }
 
     /// Position and both values of the largest error in floors: (token, column, target, reference).

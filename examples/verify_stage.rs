@@ -39,6 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         rows: vec![0, 1, 2],
         layers: None,
         target: None,
+        server: None,
         seed: 0,
         sense: sense::SenseOptions::default(),
     };

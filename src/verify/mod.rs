@@ -50,6 +50,8 @@ pub enum VerifyError {
     Undecodable(String),
     #[error("{0}")]
     Choice(String),
+    #[error(transparent)]
+    Server(#[from] logits::server::http::HttpError),
     #[error("a value that was to replace the run's own does not fit its place, so the step ended there")]
     Replacement,
 }

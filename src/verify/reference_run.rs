@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use lockstep_reference::model::forward_choosing;
 use lockstep_reference::{Arith, Eps, ModelWeights, RefConfig, RefError, RefOptions, RefRecipe, Weights};
-use ndarray::{Array2, ArrayD};
+use ndarray::{Array2, ArrayD, ArrayView1};
 
 use super::VerifyError;
 use super::choice::{Chosen, Sizes, row_of};
@@ -30,6 +30,11 @@ use crate::report::{Check, Progress, Verdict};
 
 /// Share of the rows that must be comparable.
 pub const LEAST_ROWS: f64 = 0.9;
+
+/// How far two rows of logits are from each other, by their number.
+pub type Divergence<'a> = dyn Fn(usize, &[f64], &[f64]) -> f64 + Sync + 'a;
+/// Whether a point is kept.
+pub type Keep<'a> = dyn Fn(Point) -> bool + Sync + 'a;
 
 /// What to run.
 pub struct Plan<'a> {
@@ -47,8 +52,10 @@ pub struct Plan<'a> {
     pub change: Option<&'a Change<'a>>,
     /// The runs that make the floor.
     pub variants: &'a [Arith],
+    /// How far a row of logits is from the f64 run's: by its number, that row, and the variant's.
+    pub divergence: &'a Divergence<'a>,
     /// Points to keep beside logits and the scores behind choices.
-    pub keep: &'a (dyn Fn(Point) -> bool + Sync),
+    pub keep: &'a Keep<'a>,
     /// Rows of those other points.
     pub rows: &'a [usize],
 }
@@ -62,7 +69,8 @@ impl<'a> Plan<'a> {
         variants: &'a [Arith],
     ) -> Plan<'a> {
         let (ids, attention, eps) = (&run.ids, run.attention, own_eps(checkpoint));
-        Plan { checkpoint, ids, attention, choices, eps, change: None, variants, keep: &|_| false, rows: &[] }
+        let (divergence, keep): (&Divergence<'_>, &Keep<'_>) = (&|_, p, q| divergence(p, q), &|_| false);
+        Plan { checkpoint, ids, attention, choices, eps, change: None, variants, divergence, keep, rows: &[] }
     }
 }
 
@@ -156,7 +164,10 @@ fn distance(
         found.sigma.insert(place, floor::sigmas(&floored.exact, std::iter::once(&values)));
         if place == Place::LOGITS {
             let rows = floored.exact.rows().into_iter().zip(values.rows());
-            found.kl = rows.map(|(exact, value)| divergence(&exact.to_vec(), &value.to_vec())).collect();
+            let apart = |(t, (exact, value)): (usize, (ArrayView1<'_, f64>, ArrayView1<'_, f64>))| {
+                (plan.divergence)(t, &exact.to_vec(), &value.to_vec())
+            };
+            found.kl = rows.enumerate().map(apart).collect();
             found.logits = Some(values);
         }
     })?;
@@ -372,8 +383,18 @@ impl ReferenceRuns {
     /// where nothing says that it is not: without scores that is the first row.
     pub fn first_near_tie(&self, place: Place) -> Option<usize> {
         let Some(scores) = self.scores(place) else { return Some(0) };
-        let near = |t: &usize| self.sizes.near_tie(place.point, *t, scores.exact.row(*t), scores.sigma[*t]);
-        (0..scores.exact.nrows()).find(near)
+        self.near_ties_of(place, scores).next()
+    }
+
+    fn near_ties_of<'a>(&'a self, place: Place, scores: &'a Floored) -> impl Iterator<Item = usize> + 'a {
+        let near = move |t: &usize| self.sizes.near_tie(place.point, *t, scores.exact.row(*t), scores.sigma[*t]);
+        (0..scores.exact.nrows()).filter(near)
+    }
+
+    /// The rows where another run may choose otherwise somewhere.
+    pub fn near_ties(&self) -> BTreeSet<usize> {
+        let scored = self.points.iter().filter_map(|(p, scores)| Some((p.at(p.point.choice()?), scores)));
+        scored.flat_map(|(place, scores)| self.near_ties_of(place, scores)).collect()
     }
 }
 

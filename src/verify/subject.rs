@@ -7,6 +7,7 @@ use lockstep_reference::RefRecipe;
 use super::VerifyError;
 use super::asks::Ask;
 use super::feed::{Fed, Feed, Listen, feed};
+use super::logits::server::Server;
 use super::sense;
 use crate::checkpoint::Checkpoint;
 use crate::engine::kv::PAGE;
@@ -44,6 +45,8 @@ pub struct Subject {
     pub layers: Option<Vec<usize>>,
     /// A trace judged instead of our own run.
     pub target: Option<Trace>,
+    /// A running server judged instead of our own run.
+    pub server: Option<Server>,
     /// Seed of sampled rows and prompts.
     pub seed: u64,
     /// How the stage `sense` is run.

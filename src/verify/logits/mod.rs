@@ -12,6 +12,7 @@
 //! norms: a target that is wrong by the checkpoint's own, but right by another documented one, is DRIFT.
 
 mod baseline;
+pub mod server;
 
 use lockstep_reference::Eps;
 use ndarray::Array2;
@@ -50,9 +51,10 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     }
     let mut checks = Vec::new();
     let mut reach = Reach { sequences: 1, ..Reach::default() };
-    let summary = match &subject.target {
-        Some(trace) => of_dump(subject, trace, progress, &mut checks, &mut reach)?,
-        None => of_engine(subject, progress, &mut checks, &mut reach)?,
+    let summary = match (&subject.server, &subject.target) {
+        (Some(server), _) => server::run(subject, server, progress, &mut checks, &mut reach)?,
+        (None, Some(trace)) => of_dump(subject, trace, progress, &mut checks, &mut reach)?,
+        (None, None) => of_engine(subject, progress, &mut checks, &mut reach)?,
     };
     if subject.checkpoint.config().mtp_layers > 0 {
         checks.push(Check::new("MTP", Verdict::NotApplicable, "the engine does not run the MTP block"));
@@ -231,22 +233,37 @@ pub(super) fn judge(
     progress: &dyn Progress,
     checks: &mut Vec<Check>,
 ) -> Result<(), VerifyError> {
+    let mut target = None;
+    let mut found = by_eps(subject, &mut |eps| {
+        let (checks, own) = by_reference(subject, run, eps, progress)?;
+        target = target.take().or(own);
+        Ok(checks)
+    })?;
+    checks.append(&mut found);
+    if let (Some(other), Some((target, recipe))) = (subject.baseline.as_ref().filter(|_| baseline), target) {
+        checks.push(baseline::against(subject, other, run, (&target, recipe), progress)?);
+    }
+    Ok(())
+}
+
+/// The checks by the checkpoint's own eps, and by others where these find something: who is right by one of them is only
+/// where the references disagree.
+fn by_eps(
+    subject: &Subject,
+    checks: &mut dyn FnMut(Eps) -> Result<Vec<Check>, VerifyError>,
+) -> Result<Vec<Check>, VerifyError> {
     let own = own_eps(&subject.checkpoint);
-    let (mut found, target) = by_reference(subject, run, own, progress)?;
+    let mut found = checks(own)?;
     let wrong = |checks: &[Check]| checks.iter().any(|c| c.verdict == Verdict::Divergent);
     for (eps, who) in OTHER_EPS.into_iter().filter(|(eps, _)| *eps != own) {
-        if wrong(&found) && !wrong(&by_reference(subject, run, eps, progress)?.0) {
+        if wrong(&found) && !wrong(&checks(eps)?) {
             for check in found.iter_mut().filter(|c| c.verdict == Verdict::Divergent) {
                 check.verdict = Verdict::Drift;
                 check.detail = format!("agrees with {who}: the references themselves disagree here; {}", check.detail);
             }
         }
     }
-    checks.append(&mut found);
-    if let (Some(other), Some((target, recipe))) = (subject.baseline.as_ref().filter(|_| baseline), target) {
-        checks.push(baseline::against(subject, other, run, (&target, recipe), progress)?);
-    }
-    Ok(())
+    Ok(found)
 }
 
 /// Logits of every row, and the divergence that the run's recipe alone may have, in the mean.
@@ -282,10 +299,12 @@ fn by_reference(
         reference.compare(&format!("logits, {name}"), &fed, &|t, i| floored.exact[[t, i]], None, &run.missing),
     ];
     let own: Vec<u32> = fed.logits.chunks_exact(vocab).map(greedy).collect();
-    checks.push(top_one(&format!("top-1, {name}"), floored, 0, &own));
+    let own: Vec<(usize, u32)> = own.into_iter().enumerate().collect();
+    checks.push(top_one(&format!("top-1, {name}"), floored, &own, &|_| false));
     if !run.generated.is_empty() {
         let first = run.fed.trace.ids.len() + 1 - run.generated.len();
-        checks.push(top_one(&format!("greedy text, {name}"), floored, first - 1, &run.generated));
+        let text: Vec<(usize, u32)> = (first - 1..).zip(run.generated.iter().copied()).collect();
+        checks.push(top_one(&format!("greedy text, {name}"), floored, &text, &|_| false));
     }
     let most = mean(limits(&reference).into_iter().take(target.len()));
     let recipe = limit(target.len()).powi(2) * most;
@@ -309,9 +328,12 @@ fn divergences(exact: &Array2<f64>, target: &[Vec<f64>]) -> Vec<f64> {
 }
 
 fn kl(name: &str, reference: &ReferenceRuns, floored: &Floored, target: &[Vec<f64>]) -> Check {
-    let rows = target.len().min(reference.rows());
-    let found = divergences(&floored.exact, target);
-    let limits = limits(reference);
+    kl_check(name, &divergences(&floored.exact, target), &limits(reference), reference.rows())
+}
+
+/// The check of rows' divergences, each with its limit, of which so many should be there.
+fn kl_check(name: &str, found: &[f64], limits: &[f64], all: usize) -> Check {
+    let rows = found.len().min(limits.len());
     let (sum, most) = (found.iter().sum::<f64>(), limits.iter().take(rows).sum::<f64>());
     if rows == 0 || most.is_nan() || most <= 0.0 {
         return Check::new(name, Verdict::Unmeasured, "there is no spread to measure against");
@@ -324,7 +346,7 @@ fn kl(name: &str, reference: &ReferenceRuns, floored: &Floored, target: &[Vec<f6
     );
     let verdict = if rho > limit(rows) {
         Verdict::Divergent
-    } else if (rows as f64) < LEAST_ROWS * reference.rows() as f64 {
+    } else if (rows as f64) < LEAST_ROWS * all as f64 {
         Verdict::Unmeasured
     } else {
         Verdict::Match
@@ -332,11 +354,13 @@ fn kl(name: &str, reference: &ReferenceRuns, floored: &Floored, target: &[Vec<f6
     Check::new(name, verdict, detail).of_floor((rho, limit(rows)))
 }
 
-/// Compares a target's tokens from row `first` on with the most likely ones: every one must be likely enough, but for the
-/// band that two near ones may trade places in.
-fn top_one(name: &str, floored: &Floored, first: usize, target: &[u32]) -> Check {
-    let (mut same, mut near, mut wrong, mut unknown) = (0, Vec::new(), Vec::new(), 0);
-    for (t, token) in (first..).zip(target) {
+/// Compares a target's tokens, each with its row, with the most likely ones: every one must be likely enough, but for the
+/// band that two near ones may trade places in. Of rows that are `free`, since the target may have chosen other experts or
+/// keys there, another token says nothing.
+fn top_one(name: &str, floored: &Floored, target: &[(usize, u32)], free: &dyn Fn(usize) -> bool) -> Check {
+    let (mut same, mut near, mut wrong, mut unknown, mut freely) = (0, Vec::new(), Vec::new(), 0, 0);
+    for (t, token) in target {
+        let t = *t;
         let (Some(row), Some(sigma)) = (floored.exact.rows().into_iter().nth(t), floored.sigma.get(t)) else {
             return Check::new(name, Verdict::Unmeasured, format!("the reference has no row for token {t}"));
         };
@@ -346,6 +370,7 @@ fn top_one(name: &str, floored: &Floored, first: usize, target: &[u32]) -> Check
             _ if row.iter().any(|v| !v.is_finite()) => unknown += 1,
             _ if likely == found => same += 1,
             Some(less) if less <= 2.0 * sigma => near.push(t),
+            Some(_) if free(t) => freely += 1,
             _ => wrong.push(format!("token {t}: expected {likely}, found {token}")),
         }
     }
@@ -353,15 +378,21 @@ fn top_one(name: &str, floored: &Floored, first: usize, target: &[u32]) -> Check
     if !near.is_empty() {
         detail += &format!("; at tokens {near:?} another is as likely, within two errors");
     }
+    if freely > 0 {
+        detail += &format!("; {freely} do not where experts or keys are near a tie");
+    }
     if unknown > 0 {
         detail += &format!("; {unknown} rows of the reference are no numbers");
     }
     if let Some(worst) = wrong.first() {
         detail = format!("{worst} ({} in all); {detail}", wrong.len());
     }
+    let judged = (target.len() - unknown - freely) as f64;
     match wrong.is_empty() {
         false => Check::exact(name, false, detail),
-        true if unknown > 0 || target.is_empty() => Check::new(name, Verdict::Unmeasured, detail),
+        true if unknown > 0 || judged == 0.0 || judged < LEAST_ROWS * target.len() as f64 => {
+            Check::new(name, Verdict::Unmeasured, detail)
+        }
         true => Check::exact(name, true, detail),
     }
 }

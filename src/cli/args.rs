@@ -394,8 +394,9 @@ pub struct SubjectArgs {
     /// A model that is trusted as the other side (stages file, tokenizer, weights and logits)
     #[arg(long, value_name = "PATH")]
     pub baseline: Option<PathBuf>,
-    /// A dump that is judged instead of our own run
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["tp", "prompt", "inject", "device", "recipe"])]
+    /// What is judged instead of our own run: a dump, or (verify) a running server, http://HOST:PORT, that speaks OpenAI's
+    /// protocol. A key in LOCKSTEP_API_KEY or OPENAI_API_KEY is sent to it, over plain http; https is not spoken
+    #[arg(long, value_name = "DIR|URL", conflicts_with_all = ["tp", "inject", "device", "recipe"])]
     pub target: Option<PathBuf>,
     /// Text to run instead of the built-in one
     #[arg(long, value_name = "TEXT")]

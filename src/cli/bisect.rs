@@ -21,6 +21,10 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         return Err(CliError::Usage(problem));
     }
     let mut subject = subject(&args.subject, engines(&args.subject)?)?;
+    if subject.server.is_some() {
+        let problem = "--target: a server shows no operation; expected a dump, or no target and --inject";
+        return Err(CliError::Usage(problem.into()));
+    }
     let found = {
         let bar = Bar::new("bisect: ");
         let found = bisect::run(&subject, &bar)?;

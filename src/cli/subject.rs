@@ -1,6 +1,7 @@
 //! From what was typed to a subject of verification: the model, the prompt, the rows, and progress on stderr.
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -15,8 +16,9 @@ use crate::probe::dump;
 use crate::report::{Page, Record, Run};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
+use crate::verify::logits::server::{LOOSEST, Server};
 use crate::verify::param_map::recipe_of;
-use crate::verify::{Subject, producer, sense};
+use crate::verify::{Subject, VerifyError, producer, sense};
 
 /// Psalm 23 and the first verses of Genesis, King James Version (public domain): real text, long enough for most top-k
 /// when repeated.
@@ -66,7 +68,11 @@ pub(super) fn run_of(args: &SubjectArgs, subject: &Subject) -> Run {
     Run {
         model: subject.checkpoint.name().into(),
         tp: subject.tp,
-        device: if subject.target.is_some() { "a dump's".into() } else { args.device.device.to_string() },
+        device: match (&subject.server, &subject.target) {
+            (Some(_), _) => "a server's".into(),
+            (None, Some(_)) => "a dump's".into(),
+            (None, None) => args.device.device.to_string(),
+        },
         recipe: subject.recipe.name(),
         attention: subject.attention.name(),
         prompt: subject.prompt.clone(),
@@ -118,7 +124,9 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     crate::shard::TpPlan::new(checkpoint.config(), tp)?; // refuse before anything is loaded
     let c = checkpoint.config();
     let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;
-    let target = args.target.as_deref().map(dump::read).transpose()?;
+    let server = url(args).map(Server::at).transpose().map_err(VerifyError::from)?;
+    beside_target(args, server.is_some())?;
+    let target = args.target.as_deref().filter(|_| server.is_none()).map(dump::read).transpose()?;
     for note in target.iter().flat_map(|t| &t.notes) {
         console::note(note);
     }
@@ -133,6 +141,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         return Err(CliError::Usage(problem));
     }
     let (recipe, guessed) = match &target {
+        None if server.is_some() => (LOOSEST, false),
         None => (recipe_of(engines.backend().recipe()), false),
         Some(dump) => {
             let (recipe, note) = producer::recipe_of(&dump.meta.recipe, &dump.trace);
@@ -158,7 +167,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         engines,
         recipe,
         guessed,
-        tp: target.as_ref().map_or(tp, |t| t.tp),
+        tp: if server.is_some() { 1 } else { target.as_ref().map_or(tp, |t| t.tp) },
         attention: attention_of(args),
         ids,
         prompt,
@@ -167,9 +176,28 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         rows,
         layers,
         target,
+        server,
         seed: args.seed,
         sense: sense::SenseOptions::default(),
     })
+}
+
+/// The address of a server, if that is what `--target` names.
+fn url(args: &SubjectArgs) -> Option<&str> {
+    args.target.as_deref().and_then(Path::to_str).filter(|target| target.contains("://"))
+}
+
+/// What cannot stand beside a target: a dump says its own prompt; a server shows one model, and no layers.
+fn beside_target(args: &SubjectArgs, is_server: bool) -> Result<(), CliError> {
+    let refused = match is_server {
+        true => [("--baseline", args.baseline.is_some()), ("--layers", args.layers.is_some())],
+        false => [("--prompt", args.target.is_some() && args.prompt.is_some()), ("", false)],
+    };
+    let what = if is_server { "a server, which shows only what comes out" } else { "a dump, which holds its own" };
+    match refused.iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(CliError::Usage(format!("{flag} cannot be used with --target of {what}"))),
+        None => Ok(()),
+    }
 }
 
 /// A dump says which model it was made from; another one's is refused, other settings are noted.

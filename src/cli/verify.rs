@@ -16,6 +16,9 @@ use crate::report::verification::Verification;
 use crate::report::{Look, Page, StageReport, Verdict, json};
 use crate::verify::{asks, sense};
 
+/// Stages that say something where a server is judged: of the model's file, and of what comes out.
+const OF_SERVERS: [&str; 3] = ["file", "tokenizer", "logits"];
+
 pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliError> {
     if lists_faults(&args.subject, out)? {
         return Ok(Exit::Ok);
@@ -61,6 +64,8 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
         let result = if is(Verdict::Host) {
             let why = "this machine copies or adds wrongly (stage host), so that nothing else is judged";
             Ok(StageReport::unmeasured(name, why))
+        } else if subject.server.is_some() && !OF_SERVERS.contains(name) {
+            Ok(StageReport::not_applicable(name, "a server shows only what comes out"))
         } else {
             run(&subject, &Bar::new(format!("stage {} of {}, {name}: ", i + 1, chosen.len())))
         };
@@ -85,7 +90,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
     found.covered = found.incomplete.is_none().then(|| covered(&subject, &found.stages));
     let exit = if found.incomplete.is_some() { Exit::Usage } else { exit_of(&found, args) };
     found.exit = exit.code();
-    found.advice = advice(&found, exit, subject.baseline.is_some());
+    found.advice = advice(&found, exit, subject.baseline.is_some() || subject.server.is_some());
     match json {
         true => emit(&found, true, out)?,
         false => interrupt::finally(|| found.foot(&mut page).and_then(|()| page.flush()))?,
@@ -166,11 +171,11 @@ fn exit_of(found: &Verification, args: &VerifyArgs) -> Exit {
 }
 
 /// What there is to say behind the verdict.
-fn advice(found: &Verification, exit: Exit, has_baseline: bool) -> &'static str {
+fn advice(found: &Verification, exit: Exit, has_other: bool) -> &'static str {
     let runs = |r: &&StageReport| matches!(r.stage, "weights" | "activations" | "invariants" | "logits");
     let bisectable = found.stages.iter().filter(runs).any(|r| r.verdict() >= Verdict::Divergent);
     match (found.verdict, exit) {
-        (Verdict::Divergent | Verdict::Nondeterministic, _) if bisectable && !has_baseline => {
+        (Verdict::Divergent | Verdict::Nondeterministic, _) if bisectable && !has_other => {
             ". `lockstep bisect` with the same options names the fault."
         }
         (Verdict::Drift, Exit::Fault) => ", which --strict does not let pass (exit 1)",

@@ -147,7 +147,10 @@ impl Documented {
         let short = match parsed.command {
             Parsed::Inspect(_) => true,
             Parsed::Verify(a) => {
-                on_cpu(&a.subject.device.device) && (!a.stages.is_empty() || a.subject.target.is_some())
+                // No server runs here.
+                let server = a.subject.target.as_ref().is_some_and(|t| t.to_string_lossy().contains("://"));
+                let target = a.subject.target.is_some();
+                on_cpu(&a.subject.device.device) && !server && (!a.stages.is_empty() || target)
             }
             Parsed::Bisect(a) => {
                 on_cpu(&a.subject.device.device) && (!a.subject.inject.is_empty() || a.subject.target.is_some())

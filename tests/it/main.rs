@@ -33,6 +33,7 @@ mod scheduler;
 mod sense;
 #[cfg(feature = "serve")]
 mod serve;
+mod server_target;
 mod stages;
 mod synth;
 mod terminal;

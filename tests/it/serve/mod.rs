@@ -4,7 +4,7 @@ mod client;
 mod faults;
 mod gate;
 mod process;
-mod script;
+pub mod script;
 mod verses;
 mod watchdog;
 mod wire;

@@ -96,7 +96,7 @@ impl Trial<'_> {
                 match judge_op(self.judge, trace, place, self.subject)?.verdict {
                     Verdict::Match | Verdict::Drift => right = right.or(Some(true)),
                     // What was written over itself is no witness.
-                    Verdict::Divergent if Trial { place, ..*self }.is_another_captured() => {}
+                    Verdict::Divergent if Trial { place, ..*self }.is_another_captured(of) => {}
                     Verdict::Divergent => return Ok(Some(false)),
                     _ => {}
                 }
@@ -242,9 +242,9 @@ impl Trial<'_> {
         }
     }
 
-    /// True where the place holds, bit for bit, what another place was captured with.
-    fn is_another_captured(&self) -> bool {
-        self.others().into_iter().any(|(other, _)| self.holds(self.place, other))
+    /// True where the place holds, bit for bit, what another place was captured with that is not under suspicion.
+    fn is_another_captured(&self, suspects: &BTreeSet<Place>) -> bool {
+        self.others().into_iter().any(|(other, _)| !suspects.contains(&other) && self.holds(self.place, other))
     }
 
     /// Which places this one may hold the values of, in words, and all places that are so.

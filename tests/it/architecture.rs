@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// The rooms of `src/` in layers, lowest first. A room knows those of lower layers only: the rooms of one layer do not
 /// know each other, and no circle leads through two rooms.
 const LAYERS: [&[&str]; 10] = [
-    &["quant", "tokenize", "comm", "report", "partial"],
+    &["quant", "tokenize", "comm", "report", "partial", "regular"],
     &["gguf"],
     &["model"],
     &["checkpoint"],

@@ -2,7 +2,7 @@
 //! log-probabilities of prompts, for what it goes on with, and for a chat turn; what it offers is found out by asking.
 //!
 //! What it says is judged from the outside in: are texts cut into the same ids; are the distributions the reference's
-//! (see [`judge`]); is the most likely token the reference's; where does the greedy text part; is a conversation rendered
+//! (see `judge`); is the most likely token the reference's; where does the greedy text part; is a conversation rendered
 //! as the model's template says. Which of these fail tells a wrong template from a wrong model, and that from damage.
 
 mod ask;

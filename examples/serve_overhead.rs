@@ -2,7 +2,7 @@
 //!
 //!     RAYON_NUM_THREADS=1 cargo run --release --example serve_overhead
 //!
-//! One thread computes; server and clients have the other cores. Prints tokens per second of both, in alternation, and
+//! One thread computes; clients stay on the last core, the server runs where the system puts it. Prints tokens per second of both, in alternation, and
 //! their ratio; and what the way costs in a processor's time, which other programs on the machine disturb less: that of
 //! the driver and of the threads that move bytes, less that of the scheduler alone.
 
@@ -23,6 +23,7 @@ use lockstep::serve::keys::Keys;
 use lockstep::serve::listen::listen;
 use lockstep::serve::turn::Markers;
 use lockstep::tokenize::Tokenizer;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tokio::runtime::Builder;
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
@@ -74,6 +75,7 @@ fn alone(serving: &mut Serving, prompt: &[u32], sequences: usize) -> Result<f64,
 fn stream(port: u16) -> Result<(), Failed> {
     let body =
         format!(r#"{{"prompt":"{PROMPT}","max_tokens":{TOKENS},"temperature":0,"ignore_eos":true,"stream":true}}"#);
+    stay_on_last_core()?;
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n";
     stream.write_all(format!("{head}content-length: {}\r\n\r\n{body}", body.len()).as_bytes())?;
@@ -83,6 +85,14 @@ fn stream(port: u16) -> Result<(), Failed> {
         true => Ok(()),
         false => Err(text.into()),
     }
+}
+
+/// Keeps this thread on the last core that it may use.
+fn stay_on_last_core() -> Result<(), Failed> {
+    let all = sched_getaffinity(None)?;
+    let mut last = CpuSet::new();
+    (0..CpuSet::MAX_CPU).rev().find(|core| all.is_set(*core)).into_iter().for_each(|core| last.set(core));
+    Ok(sched_setaffinity(None, &last)?)
 }
 
 /// Seconds of as many clients.

@@ -6,7 +6,7 @@ use crate::checkpoint::{Mtp, Standing};
 use crate::doctor;
 use crate::model::params;
 use crate::report::covered::{Covered, OnTrust};
-use crate::report::{Progress, StageReport};
+use crate::report::{Progress, StageReport, Verdict};
 use crate::verify::floor::LEAST_ROWS;
 #[cfg(feature = "cuda")]
 use crate::verify::kernels::run as kernels;
@@ -69,6 +69,7 @@ pub(super) fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
         parameters_on_trust: trunk + mtp - values.trunk - values.mtp,
         columns_judged: reach.rows >= LEAST_ROWS,
         reach,
+        choice_unjudged: choice_unjudged(subject, stages),
         context: c.context,
         tokens: subject.ids.len(),
         all_experts: (c.layers - c.dense_layers) * c.experts,
@@ -82,4 +83,11 @@ pub(super) fn covered(subject: &Subject, stages: &[StageReport]) -> Covered {
         sense: stages.iter().find(|s| s.stage == "sense").map(|s| s.summary.clone()),
         not_applicable,
     }
+}
+
+/// What stage `activations` says where it could not judge which keys a dump's engine chose.
+fn choice_unjudged(subject: &Subject, stages: &[StageReport]) -> Option<String> {
+    let checks = stages.iter().filter(|s| s.stage == "activations").flat_map(|s| &s.checks);
+    let mut unjudged = checks.filter(|c| c.name == activations::SPARSE && c.verdict == Verdict::NotApplicable);
+    unjudged.next().filter(|_| subject.target.is_some()).map(|c| c.detail.clone())
 }

@@ -47,6 +47,8 @@ pub struct Covered {
     pub all_experts: usize,
     /// Whether operations were judged column by column, too: not at few rows.
     pub columns_judged: bool,
+    /// Why nothing was said of the keys that sparse attention chooses, where a dump could not show it.
+    pub choice_unjudged: Option<String>,
     /// The block that predicts further tokens.
     pub mtp: &'static str,
     /// What stage sense could tell of the file itself, where it ran.
@@ -100,6 +102,9 @@ impl Covered {
         }
         if let Some(sense) = &self.sense {
             page.line(format!("By itself the file says: {sense}."))?;
+        }
+        if let Some(why) = &self.choice_unjudged {
+            page.line(format!("Sparse attention: {why}."))?;
         }
         page.line(format!("MTP block: {}.", self.mtp))?;
         let skipped: Vec<String> = self.not_applicable.iter().map(|s| format!("{} ({})", s.stage, s.why)).collect();

@@ -82,7 +82,12 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     Ok(StageReport { summary, ..report })
 }
 
-/// Whether sparse attention ran at all, and was judged where it ran: a prompt within top-k exercises nothing of it.
+/// The check that says whether sparse attention was judged.
+pub(crate) const SPARSE: &str = "sparse attention";
+
+/// Whether sparse attention ran at all, and was judged where it ran: a prompt within top-k exercises nothing of it. Our own
+/// prompt could have been longer; a dump's text is not ours to lengthen, and within top-k sparse attention and dense are one
+/// computation, which was judged: then the choice is what does not apply.
 pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Check {
     let (top_k, tokens) = (subject.checkpoint.config().top_k, subject.ids.len());
     let dense_dump = subject.target.as_ref().is_some_and(|t| t.attention == Attention::Dense);
@@ -97,6 +102,11 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
     let (verdict, detail) = if subject.attention == Attention::Dense {
         let exact = format!("exact up to {top_k} tokens, another model beyond");
         (Verdict::NotApplicable, format!("attention is dense by choice; {exact}"))
+    } else if tokens <= top_k && subject.target.is_some() {
+        let (all, one) = ("every key was chosen", "sparse and dense are one computation");
+        let needs = format!("a capture of at least {} tokens can judge it", top_k + 1);
+        let why = format!("{tokens} tokens are no more than top-k {top_k}, so that {all} and {one}");
+        (Verdict::NotApplicable, format!("nothing of the indexer's choice was judged: {why}; {needs}"))
     } else if tokens <= top_k {
         let all = "every key was chosen; use a longer prompt";
         (Verdict::Inactive, format!("{tokens} tokens are no more than top-k {top_k}: {all}"))
@@ -108,5 +118,5 @@ pub(crate) fn sparse_activity(subject: &Subject, findings: &[OpFinding]) -> Chec
     } else {
         (Verdict::Match, format!("active: {judged} layers judged at {sparse_rows} rows beyond top-k {top_k}"))
     };
-    Check::new("sparse attention", verdict, detail)
+    Check::new(SPARSE, verdict, detail)
 }

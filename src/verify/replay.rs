@@ -6,10 +6,9 @@ use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 
 use lockstep_reference::ndarray::{Array2, ArrayD, Axis, IxDyn};
+use lockstep_reference::replay::Captured as Inputs;
 use lockstep_reference::slice::ExpertSplit;
-use lockstep_reference::{
-    Arith, Bridge, RefConfig, RefOptions, ReplayError, Weights, inputs_of, partials, replay_bridging,
-};
+use lockstep_reference::{Arith, Bridge, RefConfig, RefOptions, Replay, ReplayError, Weights, inputs_of};
 
 use super::VerifyError;
 use super::choice::Sizes;
@@ -217,11 +216,7 @@ impl Judge<'_> {
             }
         }
         let name = &place.to_string();
-        let run = |arith, bridge: &Bridge| {
-            let values =
-                replay_bridging(self.config, self.weights, arith, self.options, name, seen, self.rows, bridge)?;
-            Ok(vec![values])
-        };
+        let run = |replay: &Replay<'_>| Ok(vec![replay.point(name, self.rows)?]);
         Ok(self.recomputed(place, seen, run)?.remove(0))
     }
 
@@ -236,11 +231,16 @@ impl Judge<'_> {
         tp: usize,
     ) -> Result<Vec<Recomputed>, Unjudged> {
         let (name, split) = (&place.to_string(), ExpertSplit::Tensor);
-        let run = |arith, bridge: &Bridge| {
-            let (c, w, rows) = (self.config, self.weights, self.rows);
-            partials(c, w, arith, self.options, name, seen, rows, tp, split, self.bridges.then_some(bridge))
+        let run = |replay: &Replay<'_>| {
+            let bridge = replay.bridge.filter(|_| self.bridges);
+            Replay { bridge, ..*replay }.partials(name, self.rows, tp, split)
         };
         self.recomputed(place, seen, run)
+    }
+
+    fn replay<'a>(&'a self, arith: Arith, inputs: Inputs<'a>, bridge: &'a Bridge) -> Replay<'a> {
+        let Judge { config, weights, options, .. } = *self;
+        Replay { config, weights, arith, options, inputs, bridge: Some(bridge) }
     }
 
     /// Every array that `run` gives in f64, with its floors from the runs in the recipe's orders.
@@ -248,7 +248,7 @@ impl Judge<'_> {
         &self,
         place: Place,
         seen: &dyn Fn(&str) -> Option<ArrayD<f32>>,
-        run: impl Fn(Arith, &Bridge) -> Result<Vec<ArrayD<f64>>, ReplayError>,
+        run: impl Fn(&Replay<'_>) -> Result<Vec<ArrayD<f64>>, ReplayError>,
     ) -> Result<Vec<Recomputed>, Unjudged> {
         // An operation without data is no reason to stop; weights that cannot be read are.
         let known = |e| match e {
@@ -257,7 +257,7 @@ impl Judge<'_> {
         };
         // Only asked for inputs that `reads` found: what is to be bridged is not there.
         let run = |arith, bridge: &Bridge| {
-            let arrays = run(arith, bridge).map_err(known)?;
+            let arrays = run(&self.replay(arith, seen, bridge)).map_err(known)?;
             arrays.into_iter().map(|a| self.as_rows(a)).collect::<Result<Vec<_>, _>>()
         };
         let first = Bridge::default();
@@ -270,8 +270,7 @@ impl Judge<'_> {
             let Ok(choice) = choice.parse::<Place>() else { continue };
             let Some(scores) = choice.point.scores().map(|scores| choice.at(scores).to_string()) else { continue };
             let of = |arith, bridge: &Bridge| {
-                let (c, w, options) = (self.config, self.weights, self.options);
-                let values = replay_bridging(c, w, arith, options, &scores, seen, &rows, bridge).map_err(known)?;
+                let values = self.replay(arith, seen, bridge).point(&scores, &rows).map_err(known)?;
                 Judge { rows: &rows, ..*self }.as_rows(values)
             };
             let exact = of(Arith::Exact, &first)?;

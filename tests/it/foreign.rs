@@ -8,12 +8,13 @@ use common::PICO;
 use common::subject::{Silent, check, run_of_reference, show, subject};
 use lockstep::checkpoint::oracle::Raw;
 use lockstep::diagnose::bisect;
+use lockstep::engine::Attention;
 use lockstep::model::{Place, Point};
 use lockstep::probe::{Captured, Trace, Values};
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::{Subject, activations};
 use lockstep_reference::{
-    Arith, Eps, Half, ModelWeights, Order, RefConfig, RefOptions, RefRecipe, Variant, Weights, replay_bridging,
+    Arith, Eps, Half, ModelWeights, Order, RefConfig, RefOptions, RefRecipe, Replay, Variant, Weights,
 };
 
 const HALF: RefRecipe = RefRecipe::TorchHalf(Half::Bf16);
@@ -75,6 +76,29 @@ fn what_was_not_captured_is_said_once() {
     assert_eq!(verdict, Verdict::Unmeasured, "{detail}");
 }
 
+/// Within top-k nothing is left unjudged but the choice, and that is said; the twins are a dump beyond top-k that attended to
+/// all keys, and a run of our own, whose prompt could have been longer.
+#[test]
+fn a_dump_within_top_k_is_whole_and_says_what_it_cannot_show() {
+    let (recipe, short) = (RefRecipe::TorchF32, 16);
+    let within = |tp| Subject { rows: (0..short).collect(), ..subject(PICO, tp, short) };
+    let target = run_of_reference(&within(1), Arith::F32(recipe, Order::Blocks(7)), EXPANDED);
+    let dump = Subject { target: Some(target), recipe, ..within(1) };
+    let report = activations::run(&dump, &Silent).expect("runs");
+    let (verdict, detail) = check(&report, "sparse attention");
+    assert_eq!((report.verdict(), verdict), (Verdict::Match, Verdict::NotApplicable), "{}", show(&report));
+    assert!(detail.contains("nothing of the indexer's choice") && detail.contains("at least 17 tokens"), "{detail}");
+    let found = bisect::operations(&dump, &Silent).expect("runs");
+    assert_eq!((found.verdict, found.sparse_attention.as_deref()), (Verdict::Match, Some(detail)));
+
+    let all_keys = Subject { attention: Attention::Dense, ..of() };
+    let options = RefOptions { dense: true, ..EXPANDED };
+    let dense = run_of_reference(&all_keys, Arith::F32(recipe, Order::Blocks(7)), options);
+    assert_eq!(check(&judged(dense, recipe), "sparse attention").0, Verdict::Inactive);
+    let own = activations::run(&within(1), &Silent).expect("runs");
+    assert_eq!(check(&own, "sparse attention").0, Verdict::Inactive);
+}
+
 /// A recipe's dump is no other one's.
 #[test]
 fn a_looser_recipe_is_a_fault_of_a_tighter_one() {
@@ -125,7 +149,8 @@ fn made(
     };
     let (rows, bridge): (Vec<usize>, _) = ((0..whole.ids.len()).collect(), lockstep_reference::Bridge::default());
     let arith = Arith::F32(recipe, Order::Blocks(7));
-    let values = replay_bridging(config, weights, arith, options, &place.to_string(), &seen, &rows, &bridge);
+    let replay = Replay { config, weights, arith, options, inputs: &seen, bridge: Some(&bridge) };
+    let values = replay.point(&place.to_string(), &rows);
     values.expect("replays").iter().map(|v| *v as f32).collect()
 }
 

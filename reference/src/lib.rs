@@ -2,7 +2,7 @@
 //! `ndarray` code in f64, one function per operation. It exists to judge an engine, so it shares nothing with one: it
 //! reads raw metadata, names, blocks and shards by its own rules and depends on neither the engine nor its kernels.
 //!
-//! * [`model::forward`] runs a prompt and hands out every named place; [`replay::replay`] recomputes one operation from
+//! * [`model::forward`] runs a prompt and hands out every named place; [`replay::Replay`] recomputes one operation from
 //!   captured inputs.
 //! * [`arith::Arith`] chooses between the truth and a legitimate f32 run of a stated summation order.
 //! * [`weights::Weights`] and [`config::RefConfig`] can be altered, which is how a suspected fault is tried out.
@@ -36,7 +36,7 @@ pub use model::{forward, forward_choosing};
 pub use names::RefParam;
 pub use points::{RefOptions, inputs_of, partial_inputs_of, points};
 pub use recipe::{Half, RefRecipe};
-pub use replay::{ReplayError, partials, replay, replay_bridging};
+pub use replay::{Replay, ReplayError};
 pub use source::{Format, Meta, RawModel, RawTensor};
 pub use variant::Variant;
 pub use weights::{ModelWeights, ParamKey, Weights};

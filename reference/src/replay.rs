@@ -10,7 +10,7 @@ use crate::arith::Arith;
 use crate::bridge::Bridge;
 use crate::config::{RefConfig, RopeStyle};
 use crate::error::RefError;
-use crate::experts;
+use crate::experts::{self, Reduced};
 use crate::model::{flat, heads, index_weights};
 use crate::names::RefParam;
 use crate::ops;
@@ -84,88 +84,74 @@ impl From<RefError> for ReplayError {
 /// token ids.
 pub type Captured<'a> = &'a dyn Fn(&str) -> Option<ArrayD<f32>>;
 
-/// Recomputes `point` for the rows (tokens) `rows` from the captured inputs that
-/// [`inputs_of`](crate::points::inputs_of) names. The result is \[rows, ..\] with the axes of [`row_shape`]. Choices
-/// (`index_topk`, `expert_ids`) are the exact ones for the captured scores.
-///
-/// # Errors
-/// [`ReplayError`]: an unknown point, an input that is missing or malformed, a row out of range, or unreadable weights.
-pub fn replay(
-    c: &RefConfig,
-    w: &dyn Weights,
-    a: Arith,
-    options: RefOptions,
-    point: &str,
-    inputs: Captured<'_>,
-    rows: &[usize],
-) -> Result<ArrayD<f64>, ReplayError> {
-    let (site, op) = parse(c, options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
-    Replay { c, w, a, options, point, site, inputs, bridge: None, rows }.run(op)
+/// What operations are recomputed from, and how.
+#[derive(Clone, Copy)]
+pub struct Replay<'a> {
+    /// The configuration.
+    pub config: &'a RefConfig,
+    /// The weights.
+    pub weights: &'a dyn Weights,
+    /// The arithmetic.
+    pub arith: Arith,
+    /// How the run was made.
+    pub options: RefOptions,
+    /// What was captured of it.
+    pub inputs: Captured<'a>,
+    /// Inputs that were not captured are recomputed in the same arithmetic, and kept here; without a bridge they are missing.
+    pub bridge: Option<&'a Bridge>,
 }
 
-/// As [`replay`], but inputs that were not captured are recomputed in the same arithmetic, and kept in `bridge`.
-///
-/// # Errors
-/// As for [`replay`]; without the token ids an input may still be missing.
-#[expect(clippy::too_many_arguments, reason = "the arguments of `replay`, and the bridge")]
-pub fn replay_bridging(
-    c: &RefConfig,
-    w: &dyn Weights,
-    a: Arith,
-    options: RefOptions,
-    point: &str,
-    inputs: Captured<'_>,
-    rows: &[usize],
-    bridge: &Bridge,
-) -> Result<ArrayD<f64>, ReplayError> {
-    let (site, op) = parse(c, options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
-    Replay { c, w, a, options, point, site, inputs, bridge: Some(bridge), rows }.run(op)
-}
+impl Replay<'_> {
+    /// Recomputes `point` for the rows (tokens) `rows` from the captured inputs that
+    /// [`inputs_of`](crate::points::inputs_of) names. The result is \[rows, ..\] with the axes of [`row_shape`]. Choices
+    /// (`index_topk`, `expert_ids`) are the exact ones for the captured scores.
+    ///
+    /// # Errors
+    /// [`ReplayError`]: an unknown point, an input that is missing or malformed, a row out of range, or unreadable weights.
+    pub fn point(&self, point: &str, rows: &[usize]) -> Result<ArrayD<f64>, ReplayError> {
+        let (operation, op) = self.operation(point, rows)?;
+        operation.run(op)
+    }
 
-/// The partial sums of `point` that ranks 0 .. `tp` should contribute, each \[rows, hidden\], by the rules of
-/// [`slice`](crate::slice), from the captured inputs that [`partial_inputs_of`] names. Their sum is the result of
-/// [`replay`], but for rounding. With a `bridge`, inputs that were not captured are recomputed.
-///
-/// # Errors
-/// As for [`replay`]; a point that is not a sum over ranks; a degree that does not divide the axis.
-#[expect(clippy::too_many_arguments, reason = "the arguments of `replay_bridging`, and the ranks")]
-pub fn partials(
-    c: &RefConfig,
-    w: &dyn Weights,
-    a: Arith,
-    options: RefOptions,
-    point: &str,
-    inputs: Captured<'_>,
-    rows: &[usize],
-    tp: usize,
-    experts: ExpertSplit,
-    bridge: Option<&Bridge>,
-) -> Result<Vec<ArrayD<f64>>, ReplayError> {
-    let unknown = || ReplayError::Point(point.to_string());
-    let (site, op) = parse(c, options, point).ok_or_else(unknown)?;
-    partial_inputs_of(c, options, point).ok_or_else(unknown)?;
-    let replay = Replay { c, w, a, options, point, site, inputs, bridge, rows };
-    (0..tp).map(|rank| Ok(replay.partial(op, Split { tp, rank, experts })?.into_dyn())).collect()
+    /// The partial sums of `point` that ranks 0 .. `tp` should contribute, each \[rows, hidden\], by the rules of
+    /// [`slice`](crate::slice), from the captured inputs that [`partial_inputs_of`] names. Their sum is the result of
+    /// [`Replay::point`], but for rounding.
+    ///
+    /// # Errors
+    /// As for [`Replay::point`]; a point that is not a sum over ranks; a degree that does not divide the axis.
+    pub fn partials(
+        &self,
+        point: &str,
+        rows: &[usize],
+        tp: usize,
+        experts: ExpertSplit,
+    ) -> Result<Vec<ArrayD<f64>>, ReplayError> {
+        let (operation, op) = self.operation(point, rows)?;
+        partial_inputs_of(self.config, self.options, point).ok_or_else(|| ReplayError::Point(point.to_string()))?;
+        (0..tp).map(|rank| Ok(operation.partial(op, Split { tp, rank, experts })?.into_dyn())).collect()
+    }
+
+    fn operation<'a>(&'a self, point: &'a str, rows: &'a [usize]) -> Result<(Operation<'a>, &'a str), ReplayError> {
+        let found = parse(self.config, self.options, point);
+        let (site, op) = found.ok_or_else(|| ReplayError::Point(point.to_string()))?;
+        Ok((Operation { of: *self, point, site, rows }, op))
+    }
 }
 
 /// Latents and rotated keys of all tokens, and the keys of each row asked for.
 type Cached = (Array2<f64>, Array2<f64>, Vec<Vec<usize>>);
 
-struct Replay<'a> {
-    c: &'a RefConfig,
-    w: &'a dyn Weights,
-    a: Arith,
-    options: RefOptions,
+/// One point at some rows.
+struct Operation<'a> {
+    of: Replay<'a>,
     point: &'a str,
     site: Site,
-    inputs: Captured<'a>,
-    bridge: Option<&'a Bridge>,
     rows: &'a [usize],
 }
 
-impl Replay<'_> {
+impl Operation<'_> {
     fn run(&self, op: &str) -> Result<ArrayD<f64>, ReplayError> {
-        let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
+        let (c, w, a, at) = (self.of.config, self.of.weights, self.of.arith, self.site.layer(self.of.config));
         let linear =
             |input: &str, p: RefParam| Ok::<_, ReplayError>(ops::linear(a, &self.own(input)?, &*w.matrix(at, p)?));
         let norm =
@@ -176,7 +162,7 @@ impl Replay<'_> {
         let rope = |x: Array3<f64>, start: usize| {
             let style = if op.starts_with("attn.index") { c.index_rope_style } else { c.rope_style };
             let (part, theta) = (start..start + c.rope, c.rope_theta);
-            match self.options.variant {
+            match self.of.options.variant {
                 Some(Variant::Unrotated) => x,
                 Some(Variant::HalvesPaired) => {
                     let turned = ops::rope(a, &x, part.clone(), &self.positions(), theta, RopeStyle::HalfSplit);
@@ -186,7 +172,7 @@ impl Replay<'_> {
             }
         };
         let times = |x: Array2<f64>, variant: fn(Variant) -> Option<f64>| {
-            let factor = self.options.variant.and_then(variant);
+            let factor = self.of.options.variant.and_then(variant);
             factor.map_or(x.clone(), |factor| x.mapv(|v| a.store(v * factor)))
         };
         let addend = |x| times(x, |v| if let Variant::Addend(factor) = v { Some(factor) } else { None });
@@ -226,7 +212,7 @@ impl Replay<'_> {
                 Ok(ops::absorb_q(a, q.slice(s![.., .., ..c.nope]), &*w.heads(at, RefParam::KB)?).into_dyn())
             }
             "attn.index_q" => {
-                let before_norm = self.options.variant == Some(Variant::IndexBeforeNorm);
+                let before_norm = self.of.options.variant == Some(Variant::IndexBeforeNorm);
                 let input = if before_norm { "attn.q_a" } else { "attn.q_a_norm" };
                 let q = heads(linear(input, RefParam::IndexQB)?, c.index_heads);
                 Ok(rope(q, 0).into_dyn())
@@ -241,7 +227,7 @@ impl Replay<'_> {
                 let q = heads(self.own("attn.index_q")?, c.index_heads);
                 let k = self.whole(&self.name("attn.index_k"))?;
                 self.check_rows(k.nrows())?;
-                let score = match self.options.variant {
+                let score = match self.of.options.variant {
                     Some(Variant::IndexWithoutRelu) => ops::index_scores_without_relu,
                     _ => ops::index_scores,
                 };
@@ -249,7 +235,7 @@ impl Replay<'_> {
             }
             "attn.index_topk" => wide(ops::index_top_k(&self.own("attn.index_scores")?, self.rows, c.top_k)),
             "attn.latent" => self.latent(),
-            "attn.context" if self.options.expanded => self.expanded_context(),
+            "attn.context" if self.of.options.expanded => self.expanded_context(),
             "attn.context" => {
                 let latent = heads(self.own("attn.latent")?, c.heads);
                 Ok(ops::value_up(a, latent.view(), &*w.heads(at, RefParam::VB)?).into_dyn())
@@ -267,7 +253,7 @@ impl Replay<'_> {
             "ffn.expert_ids" => wide(ops::choose_experts(&self.own("ffn.choice_scores")?, c.experts_used)),
             "ffn.expert_weights" => {
                 let mut p = ops::router_probabilities(a, &self.own("ffn.router_logits")?, c.gating);
-                if self.options.variant == Some(Variant::BiasInWeights) {
+                if self.of.options.variant == Some(Variant::BiasInWeights) {
                     p = ops::choice_scores(a, &p, &*w.vector(at, RefParam::RouterBias)?, 1, 1);
                 }
                 wide(ops::expert_weights(a, &p, &self.expert_ids()?, c.normalise_weights, c.routed_scale))
@@ -285,7 +271,7 @@ impl Replay<'_> {
             }
             "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
             "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => match self.reduced()? {
-                Some(sum) => wide(sum),
+                Some(made) => wide(self.of_captured(made)?),
                 None => {
                     let shared = |v| if let Variant::Shared(times) = v { Some(times) } else { None };
                     wide(ops::add(a, &self.own("ffn.routed")?, &times(self.own("ffn.shared")?, shared)))
@@ -306,21 +292,43 @@ impl Replay<'_> {
     }
 
     /// The feed-forward's output as ranks make it that round their addends, if there is what these are made from.
-    fn reduced(&self) -> Result<Option<Array2<f64>>, ReplayError> {
+    fn reduced(&self) -> Result<Option<Reduced>, ReplayError> {
         let found = |found: Result<Array2<f64>, ReplayError>| match found {
             Err(ReplayError::Missing { .. }) => Ok(None),
             found => found.map(Some),
         };
-        let as_usual = !matches!(self.options.variant, Some(Variant::Shared(_)));
-        let Some(layer) = self.site.layer(self.c).filter(|_| self.a.reduces() && as_usual) else { return Ok(None) };
+        let as_usual = !matches!(self.of.options.variant, Some(Variant::Shared(_)));
+        let Some(layer) = self.site.layer(self.of.config).filter(|_| self.of.arith.reduces() && as_usual) else {
+            return Ok(None);
+        };
         let (hidden, weights) = (found(self.own("ffn.hidden"))?, found(self.own("ffn.expert_weights"))?);
         let (Some(hidden), Some(weights)) = (hidden, weights) else { return Ok(None) };
-        let hidden = heads(hidden, self.c.experts_used + self.c.shared_experts);
-        Ok(experts::reduced(self.a, self.c, self.w, layer, &hidden, &weights, &self.expert_ids()?)?)
+        let hidden = heads(hidden, self.of.config.experts_used + self.of.config.shared_experts);
+        Ok(experts::reduced(
+            self.of.arith,
+            self.of.config,
+            self.of.weights,
+            layer,
+            &hidden,
+            &weights,
+            &self.expert_ids()?,
+        )?)
+    }
+
+    /// The output of ranks that round their addends, where these were captured: their sum, and what the ranks' rounding adds
+    /// to it. What the addends are made from says how much that is, and nothing else: a captured addend may be another.
+    fn of_captured(&self, made: Reduced) -> Result<Array2<f64>, ReplayError> {
+        let Reduced { sum, routed, shared } = made;
+        let (routed_there, shared_there) = (self.known("ffn.routed")?, self.known("ffn.shared")?);
+        if routed_there.is_none() && shared_there.is_none() {
+            return Ok(sum);
+        }
+        let noise = sum - &routed - &shared;
+        Ok(noise + routed_there.unwrap_or(routed) + shared_there.unwrap_or(shared))
     }
 
     fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
-        let (c, w, a, at) = (self.c, self.w, self.a, self.site.layer(self.c));
+        let (c, w, a, at) = (self.of.config, self.of.weights, self.of.arith, self.site.layer(self.of.config));
         let moe = at.is_some_and(|n| c.is_moe(n));
         let columns = |p: RefParam| match placement(c, p, split)? {
             Placement::Cols(range) => Ok::<_, ReplayError>(range),
@@ -354,46 +362,49 @@ impl Replay<'_> {
     /// Embedding rows of the ids that `held` contains; zero for the others.
     fn embedding(&self, held: &std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
         let ids = self.at("ids", self.rows)?;
-        let mut x = Array2::zeros((ids.nrows(), self.c.hidden));
+        let mut x = Array2::zeros((ids.nrows(), self.of.config.hidden));
         for (mut row, &id) in x.rows_mut().into_iter().zip(&ids) {
-            let id = place(id, self.c.vocab).ok_or_else(|| wrong("ids", format!("ids below {}", self.c.vocab), id))?;
+            let id = place(id, self.of.config.vocab)
+                .ok_or_else(|| wrong("ids", format!("ids below {}", self.of.config.vocab), id))?;
             if held.contains(&id) {
-                row.assign(&self.w.embedding_row(id)?.mapv(|v| self.a.store(f64::from(v))));
+                row.assign(&self.of.weights.embedding_row(id)?.mapv(|v| self.of.arith.store(f64::from(v))));
             }
         }
         Ok(x)
     }
 
     fn latent(&self) -> Result<ArrayD<f64>, ReplayError> {
-        let (c, (latent, k_rope, keys)) = (self.c, self.cached()?);
+        let (c, (latent, k_rope, keys)) = (self.of.config, self.cached()?);
         let (q, q_absorbed) = (heads(self.own("attn.q")?, c.heads), heads(self.own("attn.q_absorbed")?, c.heads));
         let q_rope = q.slice(s![.., .., c.nope..]);
         let scale = self.softmax_scale();
-        Ok(ops::attention(self.a, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
+        Ok(ops::attention(self.of.arith, q_absorbed.view(), q_rope, &latent, k_rope.view(), &keys, scale).into_dyn())
     }
 
     fn expanded_context(&self) -> Result<ArrayD<f64>, ReplayError> {
-        let (c, w, at, (latent, k_rope, keys)) = (self.c, self.w, self.site.layer(self.c), self.cached()?);
+        let (c, w, at, (latent, k_rope, keys)) =
+            (self.of.config, self.of.weights, self.site.layer(self.of.config), self.cached()?);
         let (k_b, v_b) = (w.heads(at, RefParam::KB)?, w.heads(at, RefParam::VB)?);
         let (q, scale) = (heads(self.own("attn.q")?, c.heads), self.softmax_scale());
-        let context = ops::expanded_attention(self.a, q.view(), &latent, k_rope.view(), (&k_b, &v_b), &keys, scale);
+        let context =
+            ops::expanded_attention(self.of.arith, q.view(), &latent, k_rope.view(), (&k_b, &v_b), &keys, scale);
         Ok(context.into_dyn())
     }
 
     fn softmax_scale(&self) -> f64 {
-        match self.options.variant {
+        match self.of.options.variant {
             Some(Variant::SoftmaxScale(scale)) => scale,
-            _ => ((self.c.nope + self.c.rope) as f64).powf(-0.5),
+            _ => ((self.of.config.nope + self.of.config.rope) as f64).powf(-0.5),
         }
     }
 
     /// The cache's rows, latents and rotated keys, and which of them each row asked for attends to.
     fn cached(&self) -> Result<Cached, ReplayError> {
-        let c = self.c;
+        let c = self.of.config;
         let (latent, k_rope) = (self.whole(&self.name("attn.kv_latent"))?, self.whole(&self.name("attn.k_rope"))?);
         self.check_rows(latent.nrows().min(k_rope.nrows()))?;
         let mut keys: Vec<Vec<usize>> = self.rows.iter().map(|&t| (0..=t).collect()).collect();
-        if let (Site::Trunk(n), false) = (self.site, self.options.dense) {
+        if let (Site::Trunk(n), false) = (self.site, self.of.options.dense) {
             let name = format!("layers.{}.attn.index_topk", c.index_source(n));
             let chosen = self.at(&name, self.rows)?;
             for ((keys, chosen), &t) in keys.iter_mut().zip(chosen.rows()).zip(self.rows) {
@@ -412,22 +423,22 @@ impl Replay<'_> {
     }
 
     fn routed(&self, columns: impl Fn(usize) -> std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
-        let layer = self.site.layer(self.c).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
+        let layer = self.site.layer(self.of.config).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
         let (hidden, weights) = (self.expert_hidden()?, self.own("ffn.expert_weights")?);
-        Ok(experts::routed(self.a, self.w, layer, &hidden, &weights, &self.expert_ids()?, columns)?)
+        Ok(experts::routed(self.of.arith, self.of.weights, layer, &hidden, &weights, &self.expert_ids()?, columns)?)
     }
 
     fn shared(&self, columns: std::ops::Range<usize>) -> Result<Array2<f64>, ReplayError> {
-        let layer = self.site.layer(self.c).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
-        Ok(experts::shared(self.a, self.c, self.w, layer, &self.expert_hidden()?, columns)?)
+        let layer = self.site.layer(self.of.config).ok_or_else(|| ReplayError::Point(self.point.to_string()))?;
+        Ok(experts::shared(self.of.arith, self.of.config, self.of.weights, layer, &self.expert_hidden()?, columns)?)
     }
 
     fn expert_hidden(&self) -> Result<Array3<f64>, ReplayError> {
-        Ok(heads(self.own("ffn.hidden")?, self.c.experts_used + self.c.shared_experts))
+        Ok(heads(self.own("ffn.hidden")?, self.of.config.experts_used + self.of.config.shared_experts))
     }
 
     fn expert_ids(&self) -> Result<Vec<Vec<usize>>, ReplayError> {
-        let experts = self.c.experts;
+        let experts = self.of.config.experts;
         let id = |&v: &f64| {
             place(v, experts).ok_or_else(|| wrong(&self.name("ffn.expert_ids"), format!("ids below {experts}"), v))
         };
@@ -440,7 +451,7 @@ impl Replay<'_> {
 
     /// Positions of the rows asked for: MTP row t stands at position t + 1.
     fn positions(&self) -> Vec<usize> {
-        let off = if let Some(Variant::Position(off)) = self.options.variant { off } else { 0 };
+        let off = if let Some(Variant::Position(off)) = self.of.options.variant { off } else { 0 };
         let off = off + i64::from(self.site == Site::Mtp);
         self.rows.iter().map(|t| t.saturating_add_signed(off as isize)).collect()
     }
@@ -454,13 +465,18 @@ impl Replay<'_> {
         self.at(&self.name(op), self.rows)
     }
 
+    /// The rows asked for of a point of the same site, if it was captured.
+    fn known(&self, op: &str) -> Result<Option<Array2<f64>>, ReplayError> {
+        self.captured(&self.name(op))?.map(|values| pick(&values, self.rows)).transpose()
+    }
+
     /// All rows of a point, other axes merged.
     fn whole(&self, name: &str) -> Result<Array2<f64>, ReplayError> {
         match self.captured(name)? {
             Some(values) => Ok(values),
             None => {
                 // The last token has nobody behind it for an MTP layer to pair it with.
-                let tokens = (self.inputs)("ids").map_or(0, |ids| ids.len());
+                let tokens = (self.of.inputs)("ids").map_or(0, |ids| ids.len());
                 self.at(name, &(0..tokens - usize::from(self.site == Site::Mtp && tokens > 0)).collect::<Vec<_>>())
             }
         }
@@ -472,12 +488,12 @@ impl Replay<'_> {
             return pick(&values, rows);
         }
         let missing = || ReplayError::Missing { point: self.point.to_string(), input: name.to_string() };
-        let bridge = self.bridge.ok_or_else(missing)?;
+        let bridge = self.of.bridge.ok_or_else(missing)?;
         if let Some(known) = bridge.get(name, rows) {
             return Ok(known);
         }
-        let (site, op) = parse(self.c, self.options, name).ok_or_else(missing)?;
-        let values = Replay { point: name, site, rows, ..*self }.run(op)?;
+        let (site, op) = parse(self.of.config, self.of.options, name).ok_or_else(missing)?;
+        let values = Operation { of: self.of, point: name, site, rows }.run(op)?;
         let width = values.len() / rows.len().max(1);
         let values =
             Array2::from_shape_vec((rows.len(), width), values.into_iter().collect()).map_err(|_| missing())?;
@@ -487,10 +503,10 @@ impl Replay<'_> {
 
     /// All rows of a captured point, other axes merged.
     fn captured(&self, name: &str) -> Result<Option<Array2<f64>>, ReplayError> {
-        let Some(captured) = (self.inputs)(name) else { return Ok(None) };
+        let Some(captured) = (self.of.inputs)(name) else { return Ok(None) };
         let tokens = captured.shape().first().copied().unwrap_or(0);
-        let (site, op) = parse(self.c, self.options, name).unwrap_or((Site::Model, name));
-        let width: usize = row_shape(self.c, site, op, tokens).iter().product();
+        let (site, op) = parse(self.of.config, self.of.options, name).unwrap_or((Site::Model, name));
+        let width: usize = row_shape(self.of.config, site, op, tokens).iter().product();
         let fits = Array2::from_shape_vec((tokens, width), captured.iter().map(|&v| f64::from(v)).collect());
         fits.map(Some).map_err(|_| ReplayError::Input {
             input: name.to_string(),

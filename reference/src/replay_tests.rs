@@ -107,6 +107,17 @@ fn captured(values: &HashMap<String, ArrayD<f64>>) -> impl Fn(&str) -> Option<Ar
     move |name: &str| values.get(name).map(|v| v.mapv(|v| v as f32))
 }
 
+/// A replay that bridges nothing.
+fn of<'a>(
+    config: &'a RefConfig,
+    weights: &'a dyn Weights,
+    arith: Arith,
+    options: RefOptions,
+    inputs: Captured<'a>,
+) -> Replay<'a> {
+    Replay { config, weights, arith, options, inputs, bridge: None }
+}
+
 #[test]
 fn every_point_is_emitted_in_order_and_shape() {
     let c = tiny_config();
@@ -136,7 +147,7 @@ fn replay_in_f32_repeats_an_f32_run_bit_for_bit() {
                 let tokens = values[&name].shape()[0];
                 let rows = [tokens - 1, 0, 4];
                 let again =
-                    replay(&c, &Hashed(c.clone()), a, options, &name, &captured(&values), &rows).expect("replays");
+                    of(&c, &Hashed(c.clone()), a, options, &captured(&values)).point(&name, &rows).expect("replays");
                 assert_eq!(again, values[&name].select(Axis(0), &rows), "{name} {a:?}");
                 for input in inputs_of(&c, options, &name).expect("a point") {
                     assert!(values.contains_key(&input), "{name} reads {input}, which no run emits");
@@ -156,7 +167,7 @@ fn replay_reads_exactly_the_inputs_it_names() {
             read.borrow_mut().push(input.to_string());
             captured(&values)(input)
         };
-        replay(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, &name, &spy, &[3]).expect("replays");
+        of(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, &spy).point(&name, &[3]).expect("replays");
         let (mut read, mut named) = (read.into_inner(), inputs_of(&c, SPARSE, &name).expect("a point"));
         read.sort();
         read.dedup();
@@ -193,7 +204,7 @@ fn shared_layers_reuse_the_last_full_choice() {
         Some(if name == "layers.1.attn.index_topk" { value.mapv(|v| if v == 0.0 { 8.0 } else { v }) } else { value })
     };
     let at = |inputs: Captured<'_>| {
-        replay(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, "layers.2.attn.latent", inputs, &[2]).expect("replays")
+        of(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, inputs).point("layers.2.attn.latent", &[2]).expect("replays")
     };
     let whole = at(&captured(&values));
     assert_ne!(whole, at(&moved), "key 0 was in use, and key 8 lies in the future and stays hidden");
@@ -225,9 +236,10 @@ fn partial_sums_add_up() {
         for experts in [ExpertSplit::Tensor, ExpertSplit::Expert] {
             let rows = [0, 5];
             let w = Hashed(c.clone());
-            let parts = partials(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows, 2, experts, None)
-                .expect("splits");
-            let whole = replay(&c, &w, Arith::Exact, SPARSE, point, &captured(&values), &rows).expect("replays");
+            let seen = captured(&values);
+            let replay = of(&c, &w, Arith::Exact, SPARSE, &seen);
+            let parts = replay.partials(point, &rows, 2, experts).expect("splits");
+            let whole = replay.point(point, &rows).expect("replays");
             assert_eq!(parts.len(), 2);
             assert_ne!(parts[0], parts[1]);
             let error = (&parts[0] + &parts[1] - &whole).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
@@ -235,17 +247,12 @@ fn partial_sums_add_up() {
             assert!(error < if point == "layers.1.ffn.out" { 1e-5 } else { 1e-13 }, "{point} {experts:?}: {error}");
         }
     }
-    let refused = partials(
-        &c,
-        &Hashed(c.clone()),
-        Arith::Exact,
-        SPARSE,
+    let seen = captured(&values);
+    let refused = of(&c, &Hashed(c.clone()), Arith::Exact, SPARSE, &seen).partials(
         "layers.0.attn.q_a",
-        &captured(&values),
         &[0],
         2,
         ExpertSplit::Tensor,
-        None,
     );
     assert_eq!(refused, Err(ReplayError::Point("layers.0.attn.q_a".into())));
 }
@@ -263,7 +270,7 @@ fn malformed_captures_are_refused() {
         }
     };
     let at =
-        |point: &str, inputs: Captured<'_>, row: usize| replay(&c, &w, Arith::Exact, SPARSE, point, inputs, &[row]);
+        |point: &str, inputs: Captured<'_>, row: usize| of(&c, &w, Arith::Exact, SPARSE, inputs).point(point, &[row]);
     let good = captured(&values);
     assert!(matches!(at("layers.7.attn.q", &good, 0), Err(ReplayError::Point(_))));
     assert!(matches!(at("layers.2.attn.index_k", &good, 0), Err(ReplayError::Point(_))));
@@ -290,8 +297,8 @@ fn f32_order_reaches_the_sums() {
     let w = Hashed(c.clone());
     let values = run(&c, Arith::Exact, SPARSE).1;
     let at = |order| {
-        replay(&c, &w, Arith::F32(RefRecipe::Strict, order), SPARSE, "logits", &captured(&values), &[0, 1, 2, 3])
-            .expect("replays")
+        let a = Arith::F32(RefRecipe::Strict, order);
+        of(&c, &w, a, SPARSE, &captured(&values)).point("logits", &[0, 1, 2, 3]).expect("replays")
     };
     assert_ne!(at(Order::Sequential), at(Order::Reversed));
 }
@@ -324,7 +331,7 @@ fn the_fast_recipe_rounds_products_with_weights_and_nothing_else() {
         let sums = op == "ffn.out" && site.layer(&c).is_some_and(|n| c.is_moe(n));
         let at = |recipe| {
             let a = Arith::F32(recipe, Order::Sequential);
-            replay(&c, &w, a, SPARSE, &name, &captured(&values), &[0, 1, 5]).expect("replays")
+            of(&c, &w, a, SPARSE, &captured(&values)).point(&name, &[0, 1, 5]).expect("replays")
         };
         assert_eq!(at(RefRecipe::Strict) != at(RefRecipe::Fast), products.contains(&op) && !sums, "{name}");
     }
@@ -376,8 +383,9 @@ fn bridging_is_the_whole_run() {
             };
             let (from_ids, w) = (Bridge::default(), Hashed(c.clone()));
             for name in names {
-                let bridged =
-                    |seen: Captured<'_>, bridge| replay_bridging(&c, &w, a, options, &name, seen, &rows, bridge);
+                let bridged = |seen: Captured<'_>, bridge: &Bridge| {
+                    Replay { bridge: Some(bridge), ..of(&c, &w, a, options, seen) }.point(&name, &rows)
+                };
                 let whole = values[&name].select(Axis(0), &rows);
                 let error = |y: ArrayD<f64>| {
                     (y - &whole).iter().filter(|v| v.is_finite()).fold(0.0, |m: f64, v| m.max(v.abs()))
@@ -403,7 +411,8 @@ fn bridges_choose_alike() {
     let ids = |name: &str| (name == "ids").then(|| values["ids"].mapv(|v| v as f32));
     let (point, rows) = ("layers.1.ffn.routed", [2, 5]);
     let exact = Bridge::default();
-    let bridged = |bridge: &Bridge| replay_bridging(&c, &w, Arith::Exact, SPARSE, point, &ids, &rows, bridge);
+    let alone = || of(&c, &w, Arith::Exact, SPARSE, &ids);
+    let bridged = |bridge: &Bridge| Replay { bridge: Some(bridge), ..alone() }.point(point, &rows);
     let first = bridged(&exact).expect("bridges");
     let chosen = exact.choices();
     assert!(chosen.contains(&("layers.1.ffn.expert_ids".into(), rows.to_vec())), "{chosen:?}");
@@ -413,7 +422,7 @@ fn bridges_choose_alike() {
     let ids_of = other.get("layers.1.ffn.expert_ids", &rows).expect("a choice");
     other.keep("layers.1.ffn.expert_ids", &rows, &ids_of.mapv(|e| (e + 1.0) % c.experts as f64));
     assert_ne!(bridged(&other).expect("bridges"), first);
-    let refused = replay(&c, &w, Arith::Exact, SPARSE, point, &ids, &rows);
+    let refused = alone().point(point, &rows);
     assert!(matches!(refused, Err(ReplayError::Missing { .. })));
 }
 
@@ -426,4 +435,24 @@ fn expanded_attention_is_absorbed_attention() {
     let error = (&absorbed["logits"] - &expanded["logits"]).mapv(f64::abs).fold(0.0, |m: f64, &v| m.max(v));
     assert!(error < 1e-12, "{error}");
     assert!(!expanded.contains_key("layers.0.attn.latent") && absorbed.contains_key("layers.0.attn.latent"));
+}
+
+/// Captured addends are what is added, whatever they hold; ranks that round add their rounding alone.
+#[test]
+fn ranks_round_what_was_captured() {
+    let (c, rows) = (tiny_config(), [0, 3, 5]);
+    let half = |order| Arith::F32(RefRecipe::TorchHalf(crate::recipe::Half::Bf16), order);
+    let (_, mut values) = run(&c, half(Order::Ranks(2)), SPARSE);
+    let point = "layers.1.ffn.out";
+    let out = |values: &HashMap<String, ArrayD<f64>>, a| {
+        of(&c, &Hashed(c.clone()), a, SPARSE, &captured(values)).point(point, &rows).expect("replays")
+    };
+    let rms = |x: &ArrayD<f64>| (x.mapv(|v| v * v).sum() / x.len() as f64).sqrt();
+    for by in [1.0, 50.0] {
+        values.insert("layers.1.ffn.routed".into(), values["layers.1.ffn.routed"].mapv(|v| v * by));
+        let (exact, ranks) = (out(&values, Arith::Exact), out(&values, half(Order::Ranks(2))));
+        // Two roundings of addends and one of their sum, each half a unit of 2^-8 at most, of what the addends truly are.
+        let (noise, size) = (rms(&(&ranks - &exact)), rms(&values[point].select(Axis(0), &rows)));
+        assert!(noise > 0.0 && noise < 3.0 * size * 2f64.powi(-8), "{by}: {noise:e} of {size:e}");
+    }
 }

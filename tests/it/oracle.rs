@@ -11,7 +11,7 @@ use lockstep::checkpoint::oracle::Raw;
 use lockstep_reference::config::RopeStyle;
 use lockstep_reference::dequant::block_format;
 use lockstep_reference::{
-    Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefParam, RefRecipe, Weights, forward, ops, points, replay,
+    Arith, Eps, ModelWeights, Order, RefConfig, RefOptions, RefParam, RefRecipe, Replay, Weights, forward, ops, points,
 };
 use ndarray::{Array1, Array2, ArrayD, Axis, Ix2};
 use safetensors::SafeTensors;
@@ -281,9 +281,10 @@ fn replay_agrees_with_the_goldens() {
     whole.values.insert("ids".into(), Array1::from_iter(goldens.ids().iter().map(|&id| f64::from(id))).into_dyn());
     let captured = |name: &str| whole.values.get(name).map(|v| v.mapv(|v| v as f32));
     let rows: Vec<usize> = (0..16).collect();
+    let (config, weights, arith) = (&whole.config, &whole.weights, Arith::Exact);
+    let replay = Replay { config, weights, arith, options: SPARSE, inputs: &captured, bridge: None };
     for point in points(&whole.config, SPARSE) {
-        let again =
-            replay(&whole.config, &whole.weights, Arith::Exact, SPARSE, &point, &captured, &rows).expect("replays");
+        let again = replay.point(&point, &rows).expect("replays");
         let expected = whole.values[&point].select(Axis(0), &rows).mapv(|v| v as f32);
         // Inputs are off by 2^-24 each; no operation here amplifies that more than tenfold.
         assert!(relative_l2(&again, &expected) < 10.0 * STORED, "{point}: {:e}", relative_l2(&again, &expected));

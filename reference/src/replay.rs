@@ -273,8 +273,9 @@ impl Operation<'_> {
             "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => match self.reduced()? {
                 Some(made) => wide(self.of_captured(made)?),
                 None => {
-                    let shared = |v| if let Variant::Shared(times) = v { Some(times) } else { None };
-                    wide(ops::add(a, &self.own("ffn.routed")?, &times(self.own("ffn.shared")?, shared)))
+                    let times = if let Some(Variant::Shared(times)) = self.of.options.variant { times } else { 1 };
+                    let shared = self.own("ffn.shared")?;
+                    wide((0..times).fold(self.own("ffn.routed")?, |sum, _| ops::add(a, &sum, &shared)))
                 }
             },
             "ffn.out" => wide(linear("ffn.hidden", RefParam::Down)?),

@@ -21,7 +21,7 @@ pub enum Variant {
     /// The sum of routed experts comes out multiplied with this.
     Routed(f64),
     /// The shared experts are added so many times.
-    Shared(f64),
+    Shared(usize),
     /// What is added to the residual stream is multiplied with this.
     Addend(f64),
 }

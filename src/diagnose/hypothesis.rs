@@ -4,11 +4,12 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use lockstep_reference::names::whole_kv_b;
 use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::slice::{ExpertSplit, Placement, Split, cut, placement};
 use lockstep_reference::weights::file_tensor;
 use lockstep_reference::{
-    Arith, Half, Order, ParamKey, RawTensor, RefConfig, RefError, RefOptions, RefParam, RefRecipe, Variant,
+    Arith, Half, Order, ParamKey, RawModel, RawTensor, RefConfig, RefError, RefOptions, RefParam, RefRecipe, Variant,
 };
 
 use crate::checkpoint::oracle::Raw;
@@ -146,10 +147,30 @@ impl<'a> OpContext<'a> {
         self.place.point == point || self.over.iter().any(|place| place.point == point)
     }
 
-    /// The name of a parameter's tensor in the file.
+    /// The name of a parameter's tensor in the file, and which part of it the parameter is where it is only one.
     pub fn tensor(&self, layer: Option<usize>, param: RefParam) -> String {
         let found = file_tensor(self.raw, self.judge.config, layer, param, Some(0));
-        found.ok().flatten().map_or_else(|| format!("{param:?}"), |(name, _)| name)
+        match (found.ok().flatten(), self.joined(layer), param) {
+            (Some((name, _)), ..) => name,
+            (None, Some(whole), RefParam::KB) => format!("{whole} (keys)"),
+            (None, Some(whole), RefParam::VB) => format!("{whole} (values)"),
+            (None, ..) => format!("{param:?}"),
+        }
+    }
+
+    /// The names of the tensors of several parameters of a layer: of keys and values that lie in one, that one's.
+    pub fn tensors(&self, layer: Option<usize>, params: &[RefParam]) -> Vec<String> {
+        let both = [RefParam::KB, RefParam::VB].iter().all(|part| params.contains(part));
+        match self.joined(layer).filter(|_| both && params.len() == 2) {
+            Some(whole) => vec![whole],
+            None => params.iter().map(|param| self.tensor(layer, *param)).collect(),
+        }
+    }
+
+    /// The file's one tensor of a layer's keys and values, where it has no two.
+    fn joined(&self, layer: Option<usize>) -> Option<String> {
+        let apart = file_tensor(self.raw, self.judge.config, layer, RefParam::KB, None).ok()?.is_some();
+        layer.filter(|_| !apart).map(|layer| whole_kv_b(self.raw.format(), layer))
     }
 
     /// What `rank` of this run holds of a parameter, by the reference's own rules.
@@ -228,9 +249,12 @@ impl<'a> OpContext<'a> {
         producer::half_of(self.trace.ranks(self.place)?.into_iter())
     }
 
-    /// True if the run's recipe stores what it computes in this type.
+    /// True if the run's recipe stores what this operation gives in this type: in half types not the router's numbers, and
+    /// not the indexer's scores.
     pub fn stores(&self, half: Half) -> bool {
-        self.judge.orders.contains(&Arith::F32(RefRecipe::TorchHalf(half), Order::Sequential))
+        use Point::*;
+        let wide = matches!(self.place.point, RouterLogits | ChoiceScores | ExpertWeights | IndexScores);
+        !wide && self.judge.orders.contains(&Arith::F32(RefRecipe::TorchHalf(half), Order::Sequential))
     }
 
     /// The squared error that is left under a hypothesis, without its floor: a fifth of the cost of judging it. Not a number
@@ -307,7 +331,10 @@ impl<'a> OpContext<'a> {
 
     /// A parameter altered only where `ranks` hold it: the slices of these ranks are taken from `altered`, the rest from
     /// `base`. Replicated parameters are altered where `rank` is one of them, a row of the embedding where its owner is.
-    fn on_ranks(
+    ///
+    /// # Errors
+    /// A degree that does not divide the parameter.
+    pub fn on_ranks(
         &self,
         ranks: &[usize],
         rank: usize,

@@ -13,7 +13,7 @@ use crate::checkpoint::oracle::Raw;
 use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace};
 use crate::report::Verdict;
-use crate::report::table::short;
+use crate::report::table::{ranges, short};
 
 /// What was found at one operation.
 #[derive(Clone, Debug)]
@@ -271,6 +271,9 @@ impl Slices {
         if self.whole.undefined > 0 {
             detail.push_str(&format!("; the reference itself has {} values that are not finite", self.whole.undefined));
         }
+        if verdict == Verdict::Divergent && place.point.layout() == Layout::Replicated {
+            detail.push_str(&odd_ones(&ranks, self.ranks.len()));
+        }
         if let Some(first) = columns.first().filter(|_| verdict == Verdict::Divergent && self.whole.share() <= 1.0) {
             let (last, count) = (columns[columns.len() - 1], columns.len());
             detail.push_str(&format!("; {count} columns by themselves, {first} to {last}"));
@@ -281,6 +284,16 @@ impl Slices {
         }
         let (over, unsure) = (self.reads.over, self.unsure);
         OpFinding { place, verdict, rho: (rho, most), ranks, tokens, detail, over, unsure }
+    }
+}
+
+/// Which ranks hold another value than the others, of one that all should hold alike, if some do.
+fn odd_ones(bad: &[usize], all: usize) -> String {
+    let named = format!("{} {}", if bad.len() == 1 { "rank" } else { "ranks" }, ranges(bad));
+    match (bad.len(), all - bad.len()) {
+        (0, _) | (_, 0) => String::new(),
+        (few, most) if few < most => format!("; ranks disagree: {named} of {all} against the others, which are right"),
+        (_, few) => format!("; ranks disagree: {named} of {all} are wrong, and only {few} right"),
     }
 }
 

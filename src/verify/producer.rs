@@ -10,8 +10,9 @@ use crate::probe::{Captured, Trace, Values};
 const PRODUCTS: [Point; 5] = [Point::QA, Point::KvA, Point::QRaw, Point::AttnOut, Point::Shared];
 /// Points of the residual stream behind a sum.
 const STREAM: [Point; 2] = [Point::Residual, Point::Output];
-/// Values that must be there to decide.
+/// Values that must be there to decide on a dump's recipe, and on one operation's.
 const LEAST_VALUES: usize = 256;
+const LEAST_OF_ONE: usize = 32;
 
 /// True for words that say how an engine computes; without one, the recipe is a guess from the values.
 pub fn knows(stated: &str) -> bool {
@@ -41,7 +42,7 @@ pub fn recipe_of(stated: &str, trace: &Trace) -> (RefRecipe, Option<String>) {
 /// The recipe whose storage the values have.
 fn of_values(trace: &Trace) -> Option<RefRecipe> {
     let (products, stream) = (narrowest(trace, &PRODUCTS), narrowest(trace, &STREAM));
-    let logits = trace.ranks(Place::LOGITS).and_then(|ranks| storage(ranks.into_iter()));
+    let logits = trace.ranks(Place::LOGITS).and_then(|ranks| storage(ranks.into_iter(), LEAST_VALUES));
     match (stream, products.or(logits)) {
         (Some(Storage::Half(half)), _) | (None, Some(Storage::Half(half))) => Some(RefRecipe::TorchHalf(half)),
         (Some(Storage::F32), Some(Storage::Half(_))) => Some(RefRecipe::TorchAutocast),
@@ -57,9 +58,9 @@ enum Storage {
     F32,
 }
 
-/// The half type that every one of these values has.
+/// The half type that every one of these values has; of f32 values each has one by a chance of 2^-13 at most.
 pub fn half_of<'a>(all: impl Iterator<Item = &'a Captured>) -> Option<Half> {
-    match storage(all)? {
+    match storage(all, LEAST_OF_ONE)? {
         Storage::Half(half) => Some(half),
         Storage::F32 => None,
     }
@@ -67,10 +68,10 @@ pub fn half_of<'a>(all: impl Iterator<Item = &'a Captured>) -> Option<Half> {
 
 fn narrowest(trace: &Trace, points: &[Point]) -> Option<Storage> {
     let places = trace.places().into_iter().filter(|place| points.contains(&place.point) && place.layer().is_some());
-    storage(places.filter_map(|place| trace.ranks(place)).flatten())
+    storage(places.filter_map(|place| trace.ranks(place)).flatten(), LEAST_VALUES)
 }
 
-fn storage<'a>(all: impl Iterator<Item = &'a Captured>) -> Option<Storage> {
+fn storage<'a>(all: impl Iterator<Item = &'a Captured>, least: usize) -> Option<Storage> {
     let (mut count, mut bf16, mut f16) = (0usize, true, true);
     for captured in all {
         let Values::F32(values) = &captured.values else { continue };
@@ -81,7 +82,7 @@ fn storage<'a>(all: impl Iterator<Item = &'a Captured>) -> Option<Storage> {
             f16 &= Half::F16.round(v) == v;
         }
     }
-    match (count >= LEAST_VALUES, bf16, f16) {
+    match (count >= least, bf16, f16) {
         (false, ..) => None,
         (_, true, _) => Some(Storage::Half(Half::Bf16)),
         (_, _, true) => Some(Storage::Half(Half::F16)),

@@ -6,10 +6,10 @@ use super::op::OpFinding;
 use super::replay::Judge;
 use crate::model::{Layout, Place};
 use crate::probe::{Captured, Trace};
-use crate::report::Verdict;
+use crate::report::{Verdict, table};
 
-/// The finding of an operation, or, where that says nothing against it, the first row at which a rank's copy differs from
-/// rank 0's although nothing differs that the row is made from.
+/// The finding of an operation, or, where that says nothing against it, the first row at which ranks' copies differ although
+/// nothing differs that the row is made from.
 pub(super) fn judged(judge: &Judge<'_>, trace: &Trace, finding: OpFinding) -> OpFinding {
     let place = finding.place;
     let sound = matches!(finding.verdict, Verdict::Match | Verdict::Drift);
@@ -19,22 +19,31 @@ pub(super) fn judged(judge: &Judge<'_>, trace: &Trace, finding: OpFinding) -> Op
     else {
         return finding;
     };
-    let Odd { rank, row, column, here, there } = odd;
+    let Odd { ranks, than, row, column, here, there, known } = odd;
+    let who = match ranks.as_slice() {
+        _ if !known && trace.tp > 2 => "; neither has more ranks on its side".into(),
+        [_] if known => format!("; it is the odd one of {}", trace.tp),
+        all if known => format!("; ranks {} of {} are the odd ones", table::ranges(all), trace.tp),
+        _ => String::new(),
+    };
     let detail = format!(
-        "COPIES: rank {rank}'s copy differs from rank 0's at token {row}, value {column}: {here} there, {there} on rank 0, \
-         and both were made from the same; {}",
-        finding.detail
+        "COPIES: rank {}'s copy differs from rank {than}'s at token {row}, value {column}: {here} there, {there} on rank \
+         {than}, and both were made from the same{who}; {}",
+        ranks[0], finding.detail
     );
-    OpFinding { verdict: Verdict::Divergent, ranks: vec![rank], tokens: vec![row], detail, ..finding }
+    OpFinding { verdict: Verdict::Divergent, ranks, tokens: vec![row], detail, ..finding }
 }
 
-/// Where a copy differs.
+/// Where copies differ: those of the fewer ranks from that of one of the others. Where neither side has more, from rank 0's.
 struct Odd {
-    rank: usize,
+    ranks: Vec<usize>,
+    than: usize,
     row: usize,
     column: usize,
     here: f64,
     there: f64,
+    /// More ranks hold the other copy.
+    known: bool,
 }
 
 fn odd(judge: &Judge<'_>, trace: &Trace, place: Place) -> Option<Odd> {
@@ -57,8 +66,16 @@ fn odd(judge: &Judge<'_>, trace: &Trace, place: Place) -> Option<Odd> {
         if read.iter().any(|ranks| differs(ranks[0], ranks[rank], row + 1).is_some()) {
             continue;
         }
-        let value = |c: &Captured| c.values.at(row * c.row_len() + column);
-        return Some(Odd { rank, row, column, here: value(copy), there: value(first) });
+        let value = |rank: usize| copies[rank].values.at(row * first.row_len() + column);
+        let alike = |a: usize, b: usize| differs(copies[a], copies[b], row + 1).is_none();
+        let side = |a: usize| (0..copies.len()).filter(|b| alike(a, *b)).count();
+        let most = (0..copies.len()).find(|a| 2 * side(*a) > copies.len());
+        let (ranks, than) = match most {
+            Some(than) => ((0..copies.len()).filter(|r| !alike(than, *r)).collect(), than),
+            None => (vec![rank], 0),
+        };
+        let here = value(*ranks.first()?);
+        return Some(Odd { ranks, than, row, column, here, there: value(than), known: most.is_some() });
     }
     None
 }

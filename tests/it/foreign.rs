@@ -2,6 +2,8 @@
 //! wrong, by name; and captures that are wrong where the engine is right. The runs are the reference's, in an order of
 //! summation that no floor is made of, with keys and values of every head made before attention.
 
+mod weights;
+
 use crate::common;
 
 use common::PICO;
@@ -178,8 +180,8 @@ fn mistakes_of_other_engines_are_named() {
             (Point::KRope, Variant::Unrotated, "ROPE_MISSING"),
             (Point::IndexQ, Variant::IndexBeforeNorm, "INDEXER_INPUT"),
             (Point::ExpertWeights, Variant::BiasInWeights, "BIAS_IN_WEIGHTS"),
-            (Point::FfnOut, Variant::Shared(0.0), "SHARED_EXPERT"),
-            (Point::FfnOut, Variant::Shared(2.0), "SHARED_EXPERT"),
+            (Point::FfnOut, Variant::Shared(0), "SHARED_EXPERT"),
+            (Point::FfnOut, Variant::Shared(2), "SHARED_EXPERT"),
             (Point::Routed, Variant::Routed(2.0), "ROUTED_SCALE"),
             (Point::Output, Variant::Addend(1.1), "RESIDUAL_FACTOR"),
             (Point::Context, Variant::SoftmaxScale(96f64.powf(-0.5)), "SOFTMAX_SCALE"),

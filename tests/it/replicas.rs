@@ -12,12 +12,16 @@ use lockstep::verify::subject::{points_of, run_prompt};
 const ROW: usize = 33;
 
 fn run() -> Trace {
-    let of = subject(PICO, 2, 40);
+    run_at(2)
+}
+
+fn run_at(tp: usize) -> Trace {
+    let of = subject(PICO, tp, 40);
     run_prompt(&mut of.engine().expect("an engine"), &of.ids, points_of(None)).expect("runs").0
 }
 
 fn judged(target: Trace) -> StageReport {
-    let of = subject(PICO, 2, 40);
+    let of = subject(PICO, target.tp, 40);
     assert!(!of.rows.contains(&ROW));
     activations::run(&lockstep::verify::Subject { target: Some(target), ..of }, &Silent).expect("runs")
 }
@@ -52,6 +56,23 @@ fn a_copy_that_differs_is_named_with_rank_row_and_values() {
     }
     let clean = judged(altered(&run, Place::trunk(2, Point::QANorm), &[1], 1.0));
     assert_eq!(clean.verdict(), Verdict::Match, "{}", show(&clean));
+}
+
+/// Of four ranks the odd one is named, rank 0 as well as any other; of two pairs neither is.
+#[test]
+fn the_odd_one_of_several_ranks_is_named() {
+    let (run, place) = (run_at(4), Place::trunk(2, Point::FfnNorm));
+    for (damaged, first, than, says) in [
+        (vec![0], 0, 1, "it is the odd one of 4"),
+        (vec![2], 2, 0, "it is the odd one of 4"),
+        (vec![1, 2], 1, 0, "neither has more ranks on its side"),
+    ] {
+        let report = judged(altered(&run, place, &damaged, 1.05));
+        let check = report.checks.iter().find(|c| c.name == place.to_string()).expect("judged");
+        let who = format!("COPIES: rank {first}'s copy differs from rank {than}'s at token {ROW}");
+        assert!(check.verdict == Verdict::Divergent && check.detail.contains(&who), "{damaged:?}: {}", check.detail);
+        assert!(check.detail.contains(says), "{damaged:?}: {}", check.detail);
+    }
 }
 
 /// Another engine's dump may lack the scores that a choice is made from; what those are made from says as much.

@@ -67,7 +67,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
         }
     }
     if op.has(Point::FfnOut) && op.place.layer().is_some_and(|layer| op.model.is_moe(layer)) {
-        for (times, how) in [(0.0, "left out"), (2.0, "added twice")] {
+        for (times, how) in [(0, "left out"), (2, "added twice")] {
             let what = format!("the shared expert is {how}");
             add("SHARED_EXPERT", Variant::Shared(times), what, "add it by hand");
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lockstep_reference::ndarray::{Array2, Array3, Axis};
+use lockstep_reference::ndarray::Axis;
 use lockstep_reference::{ParamKey, RefError, RefParam};
 
 use crate::diagnose::hypothesis::{Alter, Hypothesis, OpContext};
@@ -36,7 +36,7 @@ pub(super) fn hypotheses<'a>(op: &'a OpContext<'a>) -> Vec<Hypothesis<'a>> {
             _ => op.model.heads,
         };
         let (kind, unit) = if experts { ("EXPERT_ORDER", "experts") } else { ("HEAD_ORDER", "heads") };
-        let names: Vec<String> = parts.iter().map(|part| op.tensor(Some(layer), *part)).collect();
+        let names = op.tensors(Some(layer), parts);
         for (how, order) in orders(units, op.bad_units(experts, units)) {
             let change = move |_: usize, key: ParamKey| match parts.contains(&key.1) && key.0 == Some(layer) {
                 true => reordered(op, key, &order, experts),
@@ -107,23 +107,6 @@ fn reordered(op: &OpContext<'_>, key: ParamKey, order: &[usize], experts: bool) 
     })
 }
 
-/// k_b and v_b as they come out where a joined kv_b, key and value of each head in turn, is read as all keys and then all
-/// values.
-pub(super) fn keys_then_values(keys: &Array3<f32>, values: &Array3<f32>) -> Option<(Array3<f32>, Array3<f32>)> {
-    let ((heads, latent, nope), (_, value, _)) = (keys.dim(), values.dim());
-    let rows: Vec<_> = (0..heads)
-        .flat_map(|h| {
-            let keys = (0..nope).map(move |n| keys.slice(lockstep_reference::ndarray::s![h, .., n]).to_owned());
-            keys.chain((0..value).map(move |v| values.slice(lockstep_reference::ndarray::s![h, v, ..]).to_owned()))
-        })
-        .collect();
-    let views: Vec<_> = rows.iter().map(|row| row.view()).collect();
-    let joined: Array2<f32> = lockstep_reference::ndarray::stack(Axis(0), &views).ok()?;
-    let keys = Array3::from_shape_fn((heads, latent, nope), |(h, l, n)| joined[[h * nope + n, l]]);
-    let values = Array3::from_shape_fn((heads, value, latent), |(h, v, l)| joined[[heads * nope + h * value + v, l]]);
-    Some((keys, values))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -140,14 +123,5 @@ mod tests {
             assert_eq!(all.is_empty(), n == 1);
         }
         assert_eq!(orders(64, Some(vec![1, 9])).len(), 1);
-    }
-
-    /// What is read so is another parameter, of the same numbers.
-    #[test]
-    fn keys_then_values_moves_rows() {
-        let keys = Array3::from_shape_fn((2, 3, 2), |(h, l, n)| (100 * h + 10 * n + l) as f32);
-        let values = Array3::from_shape_fn((2, 2, 3), |(h, v, l)| (1000 + 100 * h + 10 * v + l) as f32);
-        let (k, v) = keys_then_values(&keys, &values).expect("joins");
-        assert_eq!((k[[0, 1, 1]], k[[1, 1, 0]], v[[0, 0, 2]]), (11.0, 1001.0, 102.0));
     }
 }

@@ -398,6 +398,10 @@ pub struct SubjectArgs {
     /// protocol. A key in LOCKSTEP_API_KEY or OPENAI_API_KEY is sent to it, over plain http; https is not spoken
     #[arg(long, value_name = "DIR|URL", conflicts_with_all = ["tp", "inject", "device", "recipe"])]
     pub target: Option<PathBuf>,
+    /// How the dump of --target was captured, where the engine is not to blame for it: rope-halves, heads-first, layer-off,
+    /// rows-off, tokens-reordered, residual-apart, norm-applied, in-place, rank-part or sequences. Found without it, too
+    #[arg(long, value_name = "NAME", requires = "target")]
+    pub convention: Option<String>,
     /// Text to run instead of the built-in one
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,

@@ -16,6 +16,7 @@ use crate::probe::dump;
 use crate::report::{Page, Record, Run};
 use crate::synth::Random;
 use crate::tokenize::Tokenizer;
+use crate::verify::conventions::Convention;
 use crate::verify::logits::server::{LOOSEST, Server};
 use crate::verify::param_map::recipe_of;
 use crate::verify::{Subject, VerifyError, producer, sense};
@@ -124,6 +125,7 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
     crate::shard::TpPlan::new(checkpoint.config(), tp)?; // refuse before anything is loaded
     let c = checkpoint.config();
     let layers = args.layers.as_deref().map(|l| parse_layers(l, c.layers)).transpose()?;
+    let convention = args.convention.as_deref().map(convention).transpose()?;
     let server = url(args).map(Server::at).transpose().map_err(VerifyError::from)?;
     beside_target(args, server.is_some())?;
     let target = args.target.as_deref().filter(|_| server.is_none()).map(dump::read).transpose()?;
@@ -176,9 +178,18 @@ pub(super) fn subject(args: &SubjectArgs, engines: Box<dyn Engines>) -> Result<S
         rows,
         layers,
         target,
+        convention,
         server,
         seed: args.seed,
         sense: sense::SenseOptions::default(),
+    })
+}
+
+/// The convention of a name.
+fn convention(name: &str) -> Result<Convention, CliError> {
+    Convention::named(name).ok_or_else(|| {
+        let names = Convention::ALL.map(Convention::name).join(", ");
+        CliError::Usage(format!("--convention {name}: expected one of {names}"))
     })
 }
 
@@ -190,8 +201,13 @@ fn url(args: &SubjectArgs) -> Option<&str> {
 /// What cannot stand beside a target: a dump says its own prompt; a server shows one model, and no layers.
 fn beside_target(args: &SubjectArgs, is_server: bool) -> Result<(), CliError> {
     let refused = match is_server {
-        true => [("--baseline", args.baseline.is_some()), ("--layers", args.layers.is_some())],
-        false => [("--prompt", args.target.is_some() && args.prompt.is_some()), ("", false)],
+        true => [
+            ("--baseline", args.baseline.is_some()),
+            ("--layers", args.layers.is_some()),
+            ("--convention", args.convention.is_some()),
+        ]
+        .to_vec(),
+        false => vec![("--prompt", args.target.is_some() && args.prompt.is_some())],
     };
     let what = if is_server { "a server, which shows only what comes out" } else { "a dump, which holds its own" };
     match refused.iter().find(|(_, given)| *given) {

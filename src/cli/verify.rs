@@ -112,6 +112,7 @@ pub(super) fn run(args: &VerifyArgs, out: &mut dyn Write) -> Result<Exit, CliErr
 fn has_use(args: &VerifyArgs) -> Result<(), CliError> {
     let more = [
         ("--asks", StageArg::Logits, args.asks.is_some()),
+        ("--convention", StageArg::Activations, args.subject.convention.is_some()),
         ("--thorough", StageArg::Sense, args.thorough),
         ("--repair-plan", StageArg::Sense, args.repair_plan),
     ];

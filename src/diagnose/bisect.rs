@@ -48,6 +48,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<Bisection, Veri
         judged: 0,
         unmeasured: 0,
         sparse_attention: None,
+        convention: None,
         parts_at: None,
     })
 }
@@ -65,6 +66,7 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
         judged: 0,
         unmeasured: 0,
         sparse_attention: None,
+        convention: None,
         parts_at: match subject.target {
             Some(_) => None,
             None => nondeterminism(subject, progress)?,
@@ -75,7 +77,7 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
     }
     let raw = &Raw(subject.checkpoint.source());
     let mut seen: Vec<OpFinding> = Vec::new();
-    judge_all(subject, progress, &mut |judge, all, trace| {
+    let judged = judge_all(subject, progress, &mut |judge, all, trace| {
         let first = first_that_matters(&all).filter(|_| found.culprit.is_none());
         for (i, finding) in all.into_iter().enumerate() {
             found.judged += usize::from(!matches!(finding.verdict, Verdict::NotApplicable | Verdict::Unmeasured));
@@ -98,14 +100,16 @@ pub fn operations(subject: &Subject, progress: &dyn Progress) -> Result<Bisectio
         Ok(())
     })?;
     let sparse = sparse_activity(subject, &seen);
-    let drift = seen.iter().map(|f| f.verdict).filter(|v| *v == Verdict::Drift);
+    let contradicted = judged.given.as_ref().filter(|given| !given.followed).map(|_| Verdict::Drift);
+    let drift = seen.iter().map(|f| f.verdict).filter(|v| *v == Verdict::Drift).chain(contradicted);
     found.verdict = match (&found.culprit, found.judged, found.unmeasured) {
         (Some(_), ..) => Verdict::Divergent,
         (None, 0, _) | (None, _, 1..) => Verdict::Unmeasured,
         // What did not run cannot be cleared; a dense run by choice is neutral.
         (None, ..) => drift.chain([sparse.verdict, Verdict::Match]).max().unwrap_or(Verdict::Unmeasured),
     };
-    Ok(Bisection { sparse_attention: Some(sparse.detail), ..found })
+    let convention = judged.given.map(|given| given.detail);
+    Ok(Bisection { sparse_attention: Some(sparse.detail), convention, ..found })
 }
 
 /// Of the squared error, what a hypothesis may leave to be judged by its floor.

@@ -139,6 +139,8 @@ pub struct Bisection {
     pub unmeasured: usize,
     /// Whether sparse attention was active, in words.
     pub sparse_attention: Option<String>,
+    /// What became of the convention that a dump was said to follow, in words.
+    pub convention: Option<String>,
     /// The first operation that diverges.
     pub culprit: Option<Culprit>,
     /// Where runs of the same input part, if they do.
@@ -185,6 +187,9 @@ impl Record for BisectReport {
         if let Some(place) = &found.parts_at {
             let why = format!(", no other verdict. The same input parts first at {place}.");
             return page.verdict(Verdict::Nondeterministic, &why);
+        }
+        if let Some(convention) = &found.convention {
+            page.line(format!("Convention: {convention}."))?;
         }
         let Some(culprit) = &found.culprit else {
             let sparse = found.sparse_attention.as_deref().unwrap_or_default();

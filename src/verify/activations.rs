@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::choice::row_of;
 use super::op::OpFinding;
-use super::operations::judge_all;
+use super::operations::{Judged, judge_all};
 use super::{Subject, VerifyError};
 use crate::engine::Attention;
 use crate::model::{Place, Point};
@@ -21,7 +21,7 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let mut findings = Vec::new();
     let mut experts: BTreeSet<(Place, i32)> = BTreeSet::new();
     let mut captured = BTreeSet::new();
-    let floors = judge_all(subject, progress, &mut |judge, found, trace| {
+    let Judged { floors, given } = judge_all(subject, progress, &mut |judge, found, trace| {
         for finding in &found {
             let place = finding.place;
             captured.extend(trace.ranks(place).map(|_| place));
@@ -57,6 +57,10 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
         Check::new(point.name(), verdict, detail)
     }));
     checks.push(sparse_activity(subject, &findings));
+    checks.extend(given.map(|given| {
+        let verdict = if given.followed { Verdict::Match } else { Verdict::Drift };
+        Check::new("convention", verdict, given.detail)
+    }));
     let (positions, rows) = (subject.ids.len(), subject.rows.len());
     let reach = Reach { positions, rows, experts: experts.len(), sequences: 1 };
     let report = StageReport { made, reach, ..StageReport::new("activations", "", checks) };

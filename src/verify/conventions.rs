@@ -16,9 +16,73 @@ use crate::model::{Layout, Place, Point};
 use crate::probe::{Captured, Trace, Values};
 use crate::report::Verdict;
 
-/// A convention that a dump follows.
+/// What captures are known to do with values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Convention {
+    /// Rotated vectors are stored as halves.
+    RopeHalves,
+    /// Heads stand before tokens.
+    HeadsFirst,
+    /// A layer's number is one off.
+    LayerOff,
+    /// Rows stand one token early or late.
+    RowsOff,
+    /// Tokens stand in another order.
+    TokensReordered,
+    /// The residual is kept apart.
+    ResidualApart,
+    /// Values are those behind a norm.
+    NormApplied,
+    /// Values are those before or behind something that was written in place.
+    InPlace,
+    /// A rank's addend stands for the sum.
+    RankPart,
+    /// Sequences, or padding and a sequence, are written as one.
+    Sequences,
+}
+
+impl Convention {
+    /// All of them.
+    pub const ALL: [Convention; 10] = [
+        Convention::RopeHalves,
+        Convention::HeadsFirst,
+        Convention::LayerOff,
+        Convention::RowsOff,
+        Convention::TokensReordered,
+        Convention::ResidualApart,
+        Convention::NormApplied,
+        Convention::InPlace,
+        Convention::RankPart,
+        Convention::Sequences,
+    ];
+
+    /// Its name, as it is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Convention::RopeHalves => "rope-halves",
+            Convention::HeadsFirst => "heads-first",
+            Convention::LayerOff => "layer-off",
+            Convention::RowsOff => "rows-off",
+            Convention::TokensReordered => "tokens-reordered",
+            Convention::ResidualApart => "residual-apart",
+            Convention::NormApplied => "norm-applied",
+            Convention::InPlace => "in-place",
+            Convention::RankPart => "rank-part",
+            Convention::Sequences => "sequences",
+        }
+    }
+
+    /// The convention of a name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|convention| convention.name() == name)
+    }
+}
+
+/// A convention that a dump follows at a place.
 pub(super) struct Reading {
-    /// What it is, in words.
+    /// Which one.
+    pub convention: Convention,
+    /// What it is there, in words.
     pub note: String,
     /// The dump as it is to be read; `None` where it cannot be read on.
     pub trace: Option<Trace>,
@@ -27,7 +91,8 @@ pub(super) struct Reading {
 /// Degrees whose ranks' parts are tried.
 const DEGREES: [usize; 3] = [2, 4, 8];
 
-/// The convention that explains what diverges at a place, if there is one.
+/// The convention that explains what diverges at a place, if there is one. What was said of the capture beforehand is tried
+/// first, and believed where nothing contradicts it; what is found needs a witness.
 ///
 /// # Errors
 /// Weights that cannot be read.
@@ -38,28 +103,16 @@ pub(super) fn fitting(
     subject: &Subject,
 ) -> Result<Option<Reading>, VerifyError> {
     let trial = Trial { judge, trace, place, subject };
-    if let Some(note) = Unjudged::or_none(trial.restarts())?.flatten() {
-        return Ok(Some(Reading { note, trace: None }));
+    if let Some(given) = subject.convention
+        && let Some(reading) = trial.reading(&|convention| convention == given, false)?
+    {
+        return Ok(Some(reading));
     }
-    let own = BTreeSet::from([place]);
-    for (note, trace) in trial.other_orders() {
-        if trial.all_right(&trace)? && trial.follow(&trace, &own)?.unwrap_or(trace.ranks(place).is_some()) {
-            return Ok(Some(Reading { note, trace: Some(trace) }));
-        }
-    }
-    let parts = Unjudged::or_none(trial.rank_part())?.flatten();
-    for (note, without) in trial.holds_another()?.into_iter().chain(parts) {
-        let dropped = trace.only(|place| !without.contains(&place));
-        // What follows must have been made from the right values, and not from what is there.
-        if trial.follow(&dropped, &without)? == Some(true) && trial.follow(trace, &without)? == Some(false) {
-            return Ok(Some(Reading { note, trace: Some(dropped) }));
-        }
-    }
-    Ok(None)
+    trial.reading(&|_| true, true)
 }
 
-/// A convention in words, and the places that follow it.
-type Held = (String, BTreeSet<Place>);
+/// A convention, in words, and the places that follow it.
+type Held = (Convention, String, BTreeSet<Place>);
 
 struct Trial<'a> {
     judge: &'a Judge<'a>,
@@ -69,6 +122,37 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
+    /// The first convention of those wanted that the values follow. Without a need of witnesses, what was made from the place
+    /// may say nothing.
+    fn reading(&self, wanted: &dyn Fn(Convention) -> bool, witnessed: bool) -> Result<Option<Reading>, VerifyError> {
+        if wanted(Convention::Sequences)
+            && let Some(note) = Unjudged::or_none(self.restarts())?.flatten()
+        {
+            return Ok(Some(Reading { convention: Convention::Sequences, note, trace: None }));
+        }
+        let own = BTreeSet::from([self.place]);
+        for (convention, note, trace) in self.other_orders().into_iter().filter(|(c, ..)| wanted(*c)) {
+            let silent = !witnessed || trace.ranks(self.place).is_some();
+            if self.all_right(&trace)? && self.follow(&trace, &own)?.unwrap_or(silent) {
+                return Ok(Some(Reading { convention, note, trace: Some(trace) }));
+            }
+        }
+        let parts = if wanted(Convention::RankPart) { Unjudged::or_none(self.rank_part())?.flatten() } else { None };
+        let held = self.holds_another()?.into_iter().filter(|(c, ..)| wanted(*c)).chain(parts);
+        for (convention, note, without) in held {
+            let dropped = self.trace.only(|place| !without.contains(&place));
+            // What follows must have been made from the right values, and not from what is there.
+            let follows = match self.follow(&dropped, &without)? {
+                Some(true) => !witnessed || self.follow(self.trace, &without)? == Some(false),
+                other => other.is_none() && !witnessed,
+            };
+            if follows {
+                return Ok(Some(Reading { convention, note, trace: Some(dropped) }));
+            }
+        }
+        Ok(None)
+    }
+
     /// True if every place of the point is right in another trace; where that lacks the place itself, two others at least
     /// must say so.
     fn all_right(&self, trace: &Trace) -> Result<bool, VerifyError> {
@@ -106,7 +190,7 @@ impl Trial<'_> {
     }
 
     /// The dump in other orders of the same values.
-    fn other_orders(&self) -> Vec<(String, Trace)> {
+    fn other_orders(&self) -> Vec<(Convention, String, Trace)> {
         use Point::*;
         let (rope, point, model) = (self.judge.config.rope, self.place.point, self.subject.checkpoint.config());
         let mut all = Vec::new();
@@ -123,6 +207,7 @@ impl Trial<'_> {
             };
             let note = "rotated vectors are stored as halves, not as adjacent pairs";
             all.push((
+                Convention::RopeHalves,
                 note.into(),
                 self.trace.map(|c| match turned.contains(&c.place.point) {
                     true => moved(c, &pairs(c)),
@@ -145,7 +230,7 @@ impl Trial<'_> {
                 }
                 false => Some(c.clone()),
             });
-            all.push((format!("{} has heads before tokens", point.name()), trace));
+            all.push((Convention::HeadsFirst, format!("{} has heads before tokens", point.name()), trace));
         }
         // Hidden states that are counted from the embedding, or all of a layer.
         if let (Output | Input, alone) = (point, point == Output) {
@@ -161,7 +246,8 @@ impl Trial<'_> {
                     Some(Captured { place: if fits { place } else { c.place }, ..c.clone() })
                 };
                 let what = if alone { point.name() } else { "everything in layers" };
-                all.push((format!("{what} has a layer's number that is one {how}"), self.trace.map(renumbered)));
+                let note = format!("{what} has a layer's number that is one {how}");
+                all.push((Convention::LayerOff, note, self.trace.map(renumbered)));
             }
         }
         if matches!(point, QRaw | Q | KvA | KRope | KvLatent | Context) {
@@ -173,7 +259,7 @@ impl Trial<'_> {
                     let from = |i: usize| (i / width + rows - by) % rows * width + i % width;
                     if moves(c.place.point) { moved(c, &from) } else { Some(c.clone()) }
                 });
-                all.push((format!("rows of {} stand one token too {how}", point.name()), turned));
+                all.push((Convention::RowsOff, format!("rows of {} stand one token too {how}", point.name()), turned));
             }
         }
         if matches!(point, Embed | Input) {
@@ -182,13 +268,14 @@ impl Trial<'_> {
                 let width = c.row_len();
                 moved(c, &|i| (rows - 1 - i / width) * width + i % width)
             };
-            all.push(("tokens stand in reverse order".into(), self.trace.map(flip)));
+            let reordered = Convention::TokensReordered;
+            all.push((reordered, "tokens stand in reverse order".into(), self.trace.map(flip)));
             if let Some(order) = self.order_of_tokens() {
                 let sort = |c: &Captured| {
                     let width = c.row_len();
                     moved(c, &|i| order[i / width] * width + i % width)
                 };
-                all.push(("tokens stand in another order".into(), self.trace.map(sort)));
+                all.push((reordered, "tokens stand in another order".into(), self.trace.map(sort)));
             }
         }
         all
@@ -216,7 +303,8 @@ impl Trial<'_> {
     }
 
     /// What a place of this point may hold in place of its own values.
-    fn others(&self) -> Vec<(Place, &'static str)> {
+    fn others(&self) -> Vec<(Place, Convention, &'static str)> {
+        use Convention::{InPlace, LayerOff, NormApplied, ResidualApart};
         use Point::*;
         const OVER: &str = "behind its norm: written over later";
         const APART: &str = "without the residual, which the engine keeps apart";
@@ -224,27 +312,32 @@ impl Trial<'_> {
         let (layer, last) = (self.place.layer(), self.judge.config.layers - 1);
         let at = |point: Point| self.place.at(point);
         let next = |point: Point| layer.filter(|l| *l < last).map_or(Place::FINAL_NORM, |l| Place::trunk(l + 1, point));
+        let behind = if layer == Some(last) { "behind the final norm" } else { "behind the next norm" };
         match self.place.point {
             Output => vec![
-                (at(FfnOut), APART),
-                (at(Input), "of one layer before"),
-                (next(AttnNorm), if layer == Some(last) { "behind the final norm" } else { "behind the next norm" }),
+                (at(FfnOut), ResidualApart, APART),
+                (at(Input), LayerOff, "of one layer before"),
+                (next(AttnNorm), NormApplied, behind),
             ],
-            Input => vec![(at(AttnNorm), OVER), (at(Output), "of one layer behind")],
-            Residual => vec![(at(FfnNorm), OVER), (at(AttnOut), APART), (at(Input), "before attention")],
-            AttnOut => vec![(at(Residual), ADDED)],
-            FfnOut => vec![(at(Output), ADDED)],
-            QA => vec![(at(QANorm), OVER)],
-            QRaw => vec![(at(Q), "behind rope: written over later")],
-            Routed => vec![(at(FfnOut), "with the shared expert's added: written over later")],
-            Embed => vec![(Place::trunk(0, AttnNorm), OVER)],
+            Input => vec![(at(AttnNorm), NormApplied, OVER), (at(Output), LayerOff, "of one layer behind")],
+            Residual => vec![
+                (at(FfnNorm), NormApplied, OVER),
+                (at(AttnOut), ResidualApart, APART),
+                (at(Input), InPlace, "before attention"),
+            ],
+            AttnOut => vec![(at(Residual), InPlace, ADDED)],
+            FfnOut => vec![(at(Output), InPlace, ADDED)],
+            QA => vec![(at(QANorm), NormApplied, OVER)],
+            QRaw => vec![(at(Q), InPlace, "behind rope: written over later")],
+            Routed => vec![(at(FfnOut), InPlace, "with the shared expert's added: written over later")],
+            Embed => vec![(Place::trunk(0, AttnNorm), NormApplied, OVER)],
             _ => Vec::new(),
         }
     }
 
     /// True where the place holds, bit for bit, what another place was captured with that is not under suspicion.
     fn is_another_captured(&self, suspects: &BTreeSet<Place>) -> bool {
-        self.others().into_iter().any(|(other, _)| !suspects.contains(&other) && self.holds(self.place, other))
+        self.others().into_iter().any(|(other, ..)| !suspects.contains(&other) && self.holds(self.place, other))
     }
 
     /// Which places this one may hold the values of, in words, and all places that are so.
@@ -252,14 +345,14 @@ impl Trial<'_> {
         let layer = self.place.layer();
         let rest = self.trace.only(|place| place != self.place);
         let mut all = Vec::new();
-        for (other, how) in self.others() {
+        for (other, convention, how) in self.others() {
             let note = format!("{} holds values {how} ({other})", self.place.point.name());
             let places = || self.trace.places().into_iter().filter(|place| place.point == self.place.point);
             if self.trace.ranks(other).is_none() {
                 // It was not captured: made from what is there beside the place itself.
                 if Unjudged::or_none(self.holds_what(&rest, other))?.unwrap_or(false) {
-                    all.push((note.clone(), BTreeSet::from([self.place])));
-                    all.push((note, places().collect()));
+                    all.push((convention, note.clone(), BTreeSet::from([self.place])));
+                    all.push((convention, note, places().collect()));
                 }
                 continue;
             }
@@ -278,7 +371,7 @@ impl Trial<'_> {
             let is_copy = |copy: &Place| without.iter().any(|place| self.holds(*place, *copy));
             let copies: Vec<Place> = copies.into_iter().filter(is_copy).collect();
             without.extend(copies);
-            all.push((note, without));
+            all.push((convention, note, without));
         }
         Ok(all)
     }
@@ -324,7 +417,8 @@ impl Trial<'_> {
             }
         });
         let alike = || self.trace.places().into_iter().filter(|place| place.point == point).collect();
-        Ok(whose.map(|whose| (format!("{} is {whose}, not the sum over ranks", point.name()), alike())))
+        let note = |whose: String| format!("{} is {whose}, not the sum over ranks", point.name());
+        Ok(whose.map(|whose| (Convention::RankPart, note(whose), alike())))
     }
 
     /// Where positions begin again: sequences, or padding and a sequence, were written one behind the other.

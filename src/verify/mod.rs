@@ -4,7 +4,8 @@
 pub mod activations;
 pub mod asks;
 pub mod choice;
-mod conventions;
+pub mod conventions;
+mod disagreements;
 pub mod feed;
 pub mod file;
 pub mod floor;

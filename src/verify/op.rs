@@ -2,15 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_reference::{Eps, ParamKey, RefConfig, RefError};
+use lockstep_reference::{ParamKey, RefError};
 
 use super::choice::{Chosen, Sizes, row_of};
+use super::disagreements;
 use super::floor::{Energy, LEAST_VALUES, limit, pools};
 use super::patched_weights::{PatchedWeights, Value};
 use super::replay::{Judge, Measured, Reads, Seen, Unjudged, classes, owner};
 use super::{Subject, VerifyError};
-use crate::checkpoint::oracle::Raw;
-use crate::model::{Layout, Place, Point};
+use crate::model::{Layout, Place};
 use crate::probe::{Captured, Trace};
 use crate::report::Verdict;
 use crate::report::table::{ranges, short};
@@ -82,6 +82,15 @@ fn unchanged(_: usize, _: ParamKey) -> Result<Option<Value>, RefError> {
     Ok(None)
 }
 
+/// True where the values of an operation are right for another judge of them.
+///
+/// # Errors
+/// Weights that cannot be read.
+pub(super) fn fits(judge: &Judge<'_>, trace: &Trace, place: Place) -> Result<bool, VerifyError> {
+    let slices = Unjudged::or_none(Slices::collect(judge, trace, place, &unchanged, None))?;
+    Ok(slices.is_some_and(|slices| slices.finding(place).verdict == Verdict::Match))
+}
+
 /// Judges one operation.
 pub(crate) fn judge_op(
     judge: &Judge<'_>,
@@ -97,14 +106,11 @@ pub(crate) fn judge_op(
 }
 
 fn judge_values(judge: &Judge<'_>, trace: &Trace, place: Place, subject: &Subject) -> Result<OpFinding, Unjudged> {
-    let mut finding = Slices::collect(judge, trace, place, &unchanged, None)?.finding(place);
-    if finding.verdict == Verdict::Divergent
-        && let Some(who) = documented_disagreement(judge, trace, place, subject)?
-    {
-        finding.verdict = Verdict::Drift;
-        finding.detail = format!("{}; {who}", finding.detail);
+    let finding = Slices::collect(judge, trace, place, &unchanged, None)?.finding(place);
+    match finding.verdict {
+        Verdict::Divergent => disagreements::weighed(judge, trace, finding, subject),
+        _ => Ok(finding),
     }
-    Ok(finding)
 }
 
 /// Energies of an operation by slice.
@@ -299,40 +305,6 @@ fn odd_ones(bad: &[usize], all: usize) -> String {
 
 fn captured(trace: &Trace, place: Place) -> Result<Vec<&Captured>, Unjudged> {
     trace.ranks(place).ok_or_else(|| Unjudged::NoData("it was not captured on every rank".into()))
-}
-
-/// Whether a diverging norm agrees, in every slice, with another engine's documented eps instead of the file's.
-fn documented_disagreement(
-    judge: &Judge<'_>,
-    trace: &Trace,
-    place: Place,
-    subject: &Subject,
-) -> Result<Option<String>, VerifyError> {
-    if !matches!(place.point, Point::QANorm | Point::KvLatent | Point::IndexK) {
-        return Ok(None);
-    }
-    let raw = Raw(subject.checkpoint.source());
-    for (eps, who) in [
-        (Eps::Hf, "agrees with transformers (eps 1e-6 for the latent norms)"),
-        (Eps::File, "agrees with engines that take the file's eps for the latent norms"),
-        (Eps::LlamaCpp, "agrees with llama.cpp (eps 0 for the indexer's LayerNorm)"),
-    ] {
-        let config = RefConfig::from_raw(&raw, eps)?;
-        let same = match place.point {
-            Point::IndexK => config.index_eps == judge.config.index_eps,
-            _ => config.latent_eps == judge.config.latent_eps,
-        };
-        if same {
-            continue; // the policy that it was judged by
-        }
-        let other = Judge { config: &config, ..*judge };
-        if let Some(slices) = Unjudged::or_none(Slices::collect(&other, trace, place, &unchanged, None))?
-            && slices.finding(place).verdict == Verdict::Match
-        {
-            return Ok(Some(format!("{who}: the references themselves disagree here")));
-        }
-    }
-    Ok(None)
 }
 
 /// Choices are compared as sets with margins: see [`choice`](super::choice).

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use lockstep_reference::{Arith, ModelWeights, RefConfig, RefOptions, RefRecipe};
 
-use super::conventions;
+use super::conventions::{self, Convention};
 use super::feed::{Feed, Listen, feed};
 use super::misreported::Misreported;
 use super::op::{OpFinding, judge_op};
@@ -38,25 +38,41 @@ pub fn findings(subject: &Subject, progress: &dyn Progress) -> Result<Vec<OpFind
 /// Receives findings, with their judge and the run that they are of: of a dump all at once.
 pub(crate) type Found<'a> = dyn FnMut(&Judge<'_>, Vec<OpFinding>, &Trace) -> Result<(), VerifyError> + 'a;
 
-/// Hands out every operation's finding, in the order of the forward pass, and returns whose floors judged.
+/// How a run was judged.
+pub(crate) struct Judged {
+    /// Whose floors judged.
+    pub floors: RefRecipe,
+    /// What became of a convention that was given.
+    pub given: Option<Given>,
+}
+
+/// A convention that was given.
+pub(crate) struct Given {
+    /// True where the dump was read so; false where the values contradict it.
+    pub followed: bool,
+    /// Why, in words.
+    pub detail: String,
+}
+
+/// Hands out every operation's finding, in the order of the forward pass, and returns how they were judged.
 pub(crate) fn judge_all(
     subject: &Subject,
     progress: &dyn Progress,
     each: &mut Found<'_>,
-) -> Result<RefRecipe, VerifyError> {
+) -> Result<Judged, VerifyError> {
     let recipe = match subject.target.is_some() && subject.recipe == RefRecipe::Fast {
         true if holds(subject, RefRecipe::Strict, progress)? => RefRecipe::Strict,
         _ => subject.recipe,
     };
     let known = !subject.guessed || holds(subject, recipe, progress)?;
-    judge_by(subject, recipe, progress, &mut |judge, mut found, trace| {
+    let given = judge_by(subject, recipe, progress, &mut |judge, mut found, trace| {
         for f in found.iter_mut().filter(|f| !known && f.verdict == Verdict::Divergent) {
             let detail = format!("the floor of the dump's recipe is not known, and {}'s does not hold", recipe.name());
             (f.verdict, f.detail) = (Verdict::Unmeasured, format!("{detail}; {}", f.detail));
         }
         each(judge, found, trace)
     })?;
-    Ok(recipe)
+    Ok(Judged { floors: recipe, given })
 }
 
 /// Products with weights of a dump that must be within a recipe's floors before all are held to these.
@@ -92,7 +108,8 @@ fn judge_by(
     recipe: RefRecipe,
     progress: &dyn Progress,
     each: &mut Found<'_>,
-) -> Result<(), VerifyError> {
+) -> Result<Option<Given>, VerifyError> {
+    let mut given = None;
     let raw = Raw(subject.checkpoint.source());
     let config = &RefConfig::from_raw(&raw, own_eps(&subject.checkpoint))?;
     let weights = &ModelWeights::new(&raw, config);
@@ -114,9 +131,26 @@ fn judge_by(
             }
             return Ok(());
         }
-        let (found, trace) = of_dump(&judge, traces[0], &places, subject, progress)?;
+        let (found, trace, read) = of_dump(&judge, traces[0], &places, subject, progress)?;
+        given = subject.convention.map(|given| read_as(given, &read, &found));
         each(&judge, found, &trace)
-    })
+    })?;
+    Ok(given)
+}
+
+/// Where a dump was read under a convention, and which it is there.
+type Read = Vec<(Place, Convention, String)>;
+
+/// What became of a convention that was given.
+fn read_as(given: Convention, read: &Read, found: &[OpFinding]) -> Given {
+    let name = given.name();
+    let detail = match read.iter().find(|(_, convention, _)| *convention == given) {
+        Some((place, _, note)) => return Given { followed: true, detail: format!("{name}, from {place} on: {note}") },
+        None if !read.is_empty() => format!("they follow {}", read[0].1.name()),
+        None if found.iter().any(|f| f.verdict == Verdict::Divergent) => "what diverges is not right under it".into(),
+        None => "every operation that was judged is right without it".into(),
+    };
+    Given { followed: false, detail: format!("the values contradict --convention {name}: {detail}") }
 }
 
 /// Conventions that a dump is read under, one behind the other, before it is taken as it is.
@@ -129,8 +163,8 @@ fn of_dump<'a>(
     places: &[Place],
     subject: &Subject,
     progress: &dyn Progress,
-) -> Result<(Vec<OpFinding>, Cow<'a, Trace>), VerifyError> {
-    let (mut trace, mut read): (Cow<'a, Trace>, Vec<(Place, String)>) = (Cow::Borrowed(dump), Vec::new());
+) -> Result<(Vec<OpFinding>, Cow<'a, Trace>, Read), VerifyError> {
+    let (mut trace, mut read): (Cow<'a, Trace>, Read) = (Cow::Borrowed(dump), Vec::new());
     loop {
         let mut found = judge_dump(judge, &trace, places, subject, progress)?;
         let first = found.iter().find(|f| f.verdict == Verdict::Divergent).map(|f| f.place);
@@ -139,12 +173,13 @@ fn of_dump<'a>(
             None => None,
         };
         match reading {
-            Some((place, conventions::Reading { note, trace: Some(other) })) => {
-                read.push((place, note));
+            Some((place, conventions::Reading { convention, note, trace: Some(other) })) => {
+                read.push((place, convention, note));
                 trace = Cow::Owned(other);
                 continue;
             }
-            Some((_, conventions::Reading { note, trace: None })) => {
+            Some((place, conventions::Reading { convention, note, trace: None })) => {
+                read.push((place, convention, note.clone()));
                 let hangs = |f: &&mut OpFinding| conventions::hangs_on_positions(f.place.point) || !f.over.is_empty();
                 for f in found.iter_mut().filter(|f| f.verdict == Verdict::Divergent).filter(hangs) {
                     (f.verdict, f.detail) = (Verdict::Unmeasured, format!("CAPTURE: {note}"));
@@ -152,13 +187,16 @@ fn of_dump<'a>(
             }
             None => {}
         }
-        for (place, note) in read {
-            for f in found.iter_mut().filter(|f| f.place == place && f.verdict <= Verdict::Drift) {
-                let detail = format!("CAPTURE: {note}; the dump is read so, and this is no fault of the engine");
+        for (place, convention, note) in &read {
+            for f in found.iter_mut().filter(|f| f.place == *place && f.verdict <= Verdict::Drift) {
+                let name = convention.name();
+                let detail = format!(
+                    "CAPTURE: {note} (--convention {name}); the dump is read so, and this is no fault of the engine"
+                );
                 (f.verdict, f.detail) = (Verdict::Drift, format!("{detail}; {}", f.detail));
             }
         }
-        return Ok((found, trace));
+        return Ok((found, trace, read));
     }
 }
 

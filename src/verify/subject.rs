@@ -6,6 +6,7 @@ use lockstep_reference::RefRecipe;
 
 use super::VerifyError;
 use super::asks::Ask;
+use super::conventions::Convention;
 use super::feed::{Fed, Feed, Listen, feed};
 use super::logits::server::Server;
 use super::sense;
@@ -45,6 +46,8 @@ pub struct Subject {
     pub layers: Option<Vec<usize>>,
     /// A trace judged instead of our own run.
     pub target: Option<Trace>,
+    /// What is said of how the target was captured.
+    pub convention: Option<Convention>,
     /// A running server judged instead of our own run.
     pub server: Option<Server>,
     /// Seed of sampled rows and prompts.

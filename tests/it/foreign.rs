@@ -2,6 +2,7 @@
 //! wrong, by name; and captures that are wrong where the engine is right. The runs are the reference's, in an order of
 //! summation that no floor is made of, with keys and values of every head made before attention.
 
+mod conventions;
 mod weights;
 
 use crate::common;
@@ -226,8 +227,8 @@ fn values(trace: &Trace, place: Place) -> Option<Vec<f32>> {
     trace.ranks(place).map(|ranks| ranks[0].as_f32())
 }
 
-#[test]
-fn captures_that_are_wrong_are_not_laid_on_the_engine() {
+/// The dump with rotated vectors stored as halves.
+fn halves_stored(whole: &Trace) -> Trace {
     let c = of().checkpoint.config().clone();
     let halves = |start: usize, width: usize| {
         move |v: Vec<f32>| -> Vec<f32> {
@@ -238,18 +239,23 @@ fn captures_that_are_wrong_are_not_laid_on_the_engine() {
             (0..v.len()).map(|i| v[from(i)]).collect()
         }
     };
+    let turned = [
+        (Point::Q, c.nope, c.qk_head()),
+        (Point::KRope, 0, c.rope),
+        (Point::IndexQ, 0, c.index_dim),
+        (Point::IndexK, 0, c.index_dim),
+    ];
+    turned
+        .into_iter()
+        .fold(whole.clone(), |t, (point, start, width)| other(&t, point, |t, p| values(t, p).map(halves(start, width))))
+}
+
+#[test]
+fn captures_that_are_wrong_are_not_laid_on_the_engine() {
+    let c = of().checkpoint.config().clone();
     for recipe in [RefRecipe::TorchF32, HALF] {
         let whole = dump(recipe);
         let holds = |point: Point, other_point: Point| other(&whole, point, |t, p| values(t, p.at(other_point)));
-        let turned = [
-            (Point::Q, c.nope, c.qk_head()),
-            (Point::KRope, 0, c.rope),
-            (Point::IndexQ, 0, c.index_dim),
-            (Point::IndexK, 0, c.index_dim),
-        ];
-        let stored = turned.into_iter().fold(whole.clone(), |t, (point, start, width)| {
-            other(&t, point, |t, p| values(t, p).map(halves(start, width)))
-        });
         let reversed = {
             let rows = whole.ids.len();
             let flip = |v: Vec<f32>| {
@@ -264,7 +270,7 @@ fn captures_that_are_wrong_are_not_laid_on_the_engine() {
         };
         let last = Place::trunk(c.layers - 1, Point::Output);
         for (what, target, words) in [
-            ("halves", stored, "stored as halves"),
+            ("halves", halves_stored(&whole), "stored as halves"),
             ("residual apart", holds(Point::Output, Point::FfnOut), "without the residual"),
             ("one layer off", holds(Point::Output, Point::Input), "one too high"),
             ("written over", holds(Point::Input, Point::AttnNorm), "written over later"),

@@ -116,6 +116,7 @@ pub fn run(asked: Asked, told: &Told) -> Result<Passed, CliError> {
         own_prompt: true,
         asks: Vec::new(),
         target: None,
+        convention: None,
         server: None,
         seed: 0,
         sense: sense::SenseOptions { untrained, ..sense::SenseOptions::default() },

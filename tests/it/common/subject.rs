@@ -49,6 +49,7 @@ pub fn over(checkpoint: Arc<Checkpoint>, tp: usize, ids: Vec<u32>, rows: Vec<usi
         rows,
         layers: None,
         target: None,
+        convention: None,
         server: None,
         seed: 0,
         sense: sense::SenseOptions::default(),

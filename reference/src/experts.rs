@@ -87,16 +87,6 @@ pub fn routed(
     Ok(y.map_or_else(|| Array2::zeros((ids.len(), 0)), |y| ops::mix_experts(a.of_experts(), weights, &y)))
 }
 
-/// A feed-forward's output that ranks added up, and what they added, \[tokens, hidden\].
-pub struct Reduced {
-    /// What all ranks hold.
-    pub sum: Array2<f64>,
-    /// The ranks' routed addends, added without rounding.
-    pub routed: Array2<f64>,
-    /// The same of the shared ones.
-    pub shared: Array2<f64>,
-}
-
 /// Routed and shared experts together, as ranks make them that store their addends in a half type and every step of their
 /// sum; `None` where no rank rounds, or the experts are not divided by so many.
 ///
@@ -110,9 +100,9 @@ pub fn reduced(
     hidden: &Array3<f64>,
     weights: &Array2<f64>,
     ids: &[Vec<usize>],
-) -> Result<Option<Reduced>, RefError> {
+) -> Result<Option<Array2<f64>>, RefError> {
     let Arith::F32(_, Order::Ranks(tp)) = a else { return Ok(None) };
-    let mut all: Option<Reduced> = None;
+    let mut sum: Option<Array2<f64>> = None;
     for rank in (0..tp).filter(|_| a.reduces()) {
         let split = Split { tp, rank, experts: ExpertSplit::Tensor };
         let of = |param| placement(c, param, split).ok();
@@ -122,18 +112,10 @@ pub fn reduced(
             return Ok(None);
         };
         let routed = routed(a, w, layer, hidden, weights, ids, |_| own.clone())?;
-        let shared = shared(a, c, w, layer, hidden, common)?;
-        let sum = ops::add(a, &routed, &shared);
-        all = Some(match all {
-            None => Reduced { sum, routed, shared },
-            Some(before) => Reduced {
-                sum: ops::add(a, &before.sum, &sum),
-                routed: before.routed + routed,
-                shared: before.shared + shared,
-            },
-        });
+        let addend = ops::add(a, &routed, &shared(a, c, w, layer, hidden, common)?);
+        sum = Some(sum.map_or(addend.clone(), |sum| ops::add(a, &sum, &addend)));
     }
-    Ok(all)
+    Ok(sum)
 }
 
 /// The shared experts' output, \[tokens, hidden\]; `columns` as for [`routed`], over all shared experts side by side.

@@ -259,7 +259,7 @@ impl Run<'_, '_> {
         let shared = experts::shared(a, c, w, n, &hidden, 0..c.shared_experts * c.moe_ffn)?;
         self.emit("ffn.shared", &shared);
         let reduced = experts::reduced(a, c, w, n, &hidden, &weights, &ids)?;
-        Ok(reduced.map_or_else(|| ops::add(a, &routed, &shared), |made| made.sum))
+        Ok(reduced.unwrap_or_else(|| ops::add(a, &routed, &shared)))
     }
 
     /// The first MTP layer: `embed` are the trunk's input rows, `hidden` its rows after the final norm.

@@ -10,7 +10,7 @@ use crate::arith::Arith;
 use crate::bridge::Bridge;
 use crate::config::{RefConfig, RopeStyle};
 use crate::error::RefError;
-use crate::experts::{self, Reduced};
+use crate::experts;
 use crate::model::{flat, heads, index_weights};
 use crate::names::RefParam;
 use crate::ops;
@@ -271,7 +271,7 @@ impl Operation<'_> {
             }
             "ffn.shared" => wide(self.shared(0..c.shared_experts * c.moe_ffn)?),
             "ffn.out" if at.is_some_and(|n| c.is_moe(n)) => match self.reduced()? {
-                Some(made) => wide(self.of_captured(made)?),
+                Some(sum) => wide(self.of_captured(sum)?),
                 None => {
                     let times = if let Some(Variant::Shared(times)) = self.of.options.variant { times } else { 1 };
                     let shared = self.own("ffn.shared")?;
@@ -293,7 +293,7 @@ impl Operation<'_> {
     }
 
     /// The feed-forward's output as ranks make it that round their addends, if there is what these are made from.
-    fn reduced(&self) -> Result<Option<Reduced>, ReplayError> {
+    fn reduced(&self) -> Result<Option<Array2<f64>>, ReplayError> {
         let found = |found: Result<Array2<f64>, ReplayError>| match found {
             Err(ReplayError::Missing { .. }) => Ok(None),
             found => found.map(Some),
@@ -316,16 +316,19 @@ impl Operation<'_> {
         )?)
     }
 
-    /// The output of ranks that round their addends, where these were captured: their sum, and what the ranks' rounding adds
-    /// to it. What the addends are made from says how much that is, and nothing else: a captured addend may be another.
-    fn of_captured(&self, made: Reduced) -> Result<Array2<f64>, ReplayError> {
-        let Reduced { sum, routed, shared } = made;
-        let (routed_there, shared_there) = (self.known("ffn.routed")?, self.known("ffn.shared")?);
-        if routed_there.is_none() && shared_there.is_none() {
+    /// The output of ranks that round their addends, where these were captured: their sum, and by how much what ranks make
+    /// of the same differs from what one makes. What the addends are made from says how much that is, and nothing else: a
+    /// captured addend may be another.
+    fn of_captured(&self, sum: Array2<f64>) -> Result<Array2<f64>, ReplayError> {
+        let (c, a) = (self.of.config, self.of.arith);
+        let captured = |op: &str| self.captured(&self.name(op))?.map(|values| pick(&values, self.rows)).transpose();
+        let (routed, shared) = (captured("ffn.routed")?, captured("ffn.shared")?);
+        if routed.is_none() && shared.is_none() {
             return Ok(sum);
         }
-        let noise = sum - &routed - &shared;
-        Ok(noise + routed_there.unwrap_or(routed) + shared_there.unwrap_or(shared))
+        let (own_routed, own_shared) = (self.routed(|_| 0..c.moe_ffn)?, self.shared(0..c.shared_experts * c.moe_ffn)?);
+        let noise = sum - ops::add(a, &own_routed, &own_shared);
+        Ok(ops::add(a, &routed.unwrap_or(own_routed), &shared.unwrap_or(own_shared)) + noise)
     }
 
     fn partial(&self, op: &str, split: Split) -> Result<Array2<f64>, ReplayError> {
@@ -464,11 +467,6 @@ impl Operation<'_> {
     /// The rows asked for of a point of the same site, other axes merged.
     fn own(&self, op: &str) -> Result<Array2<f64>, ReplayError> {
         self.at(&self.name(op), self.rows)
-    }
-
-    /// The rows asked for of a point of the same site, if it was captured.
-    fn known(&self, op: &str) -> Result<Option<Array2<f64>>, ReplayError> {
-        self.captured(&self.name(op))?.map(|values| pick(&values, self.rows)).transpose()
     }
 
     /// All rows of a point, other axes merged.

@@ -451,8 +451,8 @@ fn ranks_round_what_was_captured() {
     for by in [1.0, 50.0] {
         values.insert("layers.1.ffn.routed".into(), values["layers.1.ffn.routed"].mapv(|v| v * by));
         let (exact, ranks) = (out(&values, Arith::Exact), out(&values, half(Order::Ranks(2))));
-        // Two roundings of addends and one of their sum, each half a unit of 2^-8 at most, of what the addends truly are.
-        let (noise, size) = (rms(&(&ranks - &exact)), rms(&values[point].select(Axis(0), &rows)));
+        // Roundings of half a unit of 2^-8 at most, of what the addends truly are and of what they are said to be.
+        let (noise, size) = (rms(&(&ranks - &exact)), rms(&exact));
         assert!(noise > 0.0 && noise < 3.0 * size * 2f64.powi(-8), "{by}: {noise:e} of {size:e}");
     }
 }

@@ -37,6 +37,7 @@ static __device__ __forceinline__ int key_at(const Tokens &tokens, int t, const 
 extern "C" __global__ void __launch_bounds__(256, 1)
     attend(const float *cache, Queries q, float scale, const i32 *chosen, int most, Tokens tokens, int splits, int per_split,
            float *peaks, float *sums, float *partial) {
+    begin();
     __shared__ alignas(16) float rows[KEYS][MOST_LATENT + MOST_ROPE];
     __shared__ int held[KEYS];
     const int split = blockIdx.x, t = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -123,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 extern "C" __global__ void combine(const float *peaks, const float *sums, const float *partial, int heads, int latent,
                                    const i32 *chosen, int most, Tokens tokens, int splits, int per_split, float *out,
                                    i64 out_row) {
+    begin();
     const int head = blockIdx.x, t = blockIdx.y, keys = keys_of(tokens, t, chosen, most);
     const int used = min((keys + per_split - 1) / per_split, splits);
     const i64 at = ((i64)t * heads + head) * splits;
@@ -143,6 +145,7 @@ extern "C" __global__ void combine(const float *peaks, const float *sums, const 
 // The same in three plain passes. Scores `[token][head][keys]`, a thread per score.
 extern "C" __global__ void scores_naive(const float *cache, Queries q, float scale, const i32 *chosen, int most, Tokens tokens,
                                         int width, float *scores) {
+    begin();
     const int k = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, t = blockIdx.z;
     if (k >= width) return;
     const int keys = keys_of(tokens, t, chosen, most);
@@ -163,6 +166,7 @@ extern "C" __global__ void scores_naive(const float *cache, Queries q, float sca
 
 // Softmax of each head's scores, in place; a thread per head.
 extern "C" __global__ void softmax_naive(float *scores, int width, int heads_of_all_tokens) {
+    begin();
     const int h = blockIdx.x * blockDim.x + threadIdx.x;
     if (h >= heads_of_all_tokens) return;
     float *s = scores + (i64)h * width, top = -INFINITY, sum = 0.0f;
@@ -174,6 +178,7 @@ extern "C" __global__ void softmax_naive(float *scores, int width, int heads_of_
 // Sum of the latents by weight; a thread per value.
 extern "C" __global__ void weighted_naive(const float *cache, int row_width, const float *weights, int width, int heads,
                                           int latent, const i32 *chosen, int most, Tokens tokens, float *out, i64 out_row) {
+    begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, t = blockIdx.z;
     if (i >= latent) return;
     const int keys = keys_of(tokens, t, chosen, most);

@@ -19,6 +19,7 @@ static __device__ __forceinline__ float relu(float x) { return x < 0.0f ? 0.0f :
 // tokens that see at most `unscored` keys are left out: every key will be chosen.
 extern "C" __global__ void __launch_bounds__(256)
     index_scores(const float *cache, IndexQueries in, Tokens tokens, int unscored, int width, float *scores) {
+    begin();
     extern __shared__ float shared[];
     const int t = blockIdx.y, visible = tokens.position[t] + 1, first = blockIdx.x * 64;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -58,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // A thread per score.
 extern "C" __global__ void index_scores_naive(const float *cache, IndexQueries in, Tokens tokens, int width, float *scores) {
+    begin();
     const int u = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
     if (u >= width) return;
     float sum = -INFINITY;
@@ -84,6 +86,7 @@ static __device__ __forceinline__ u32 order_of(float s) {
 // Radix selection, a block per token: four passes of eight bits find the boundary, one ordered pass writes the choice.
 extern "C" __global__ void __launch_bounds__(1024)
     top_k(const float *scores, int width, Tokens tokens, int most, i32 *chosen, int chosen_row) {
+    begin();
     __shared__ u32 counts[256];
     __shared__ int scratch[32];
     __shared__ u32 prefix;
@@ -136,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // The same by counting, for every key, the keys that come before it; a thread per key. `taken` is [tokens][width].
 extern "C" __global__ void top_k_naive(const float *scores, int width, Tokens tokens, int most, u8 *taken) {
+    begin();
     const int u = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y, visible = tokens.position[t] + 1;
     if (u >= width) return;
     scores += (i64)t * width;
@@ -152,6 +156,7 @@ extern "C" __global__ void top_k_naive(const float *scores, int width, Tokens to
 
 // Lists what was taken, ascending; a thread per token.
 extern "C" __global__ void list_naive(const u8 *taken, int width, i32 *chosen, int chosen_row, int n) {
+    begin();
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= n) return;
     int written = 0;

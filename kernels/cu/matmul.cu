@@ -32,7 +32,7 @@ static __device__ __forceinline__ void dot(const Reader<TYPE> &w, i64 row, const
 #pragma unroll
     for (int t = 0; t < N; ++t) sum[t] = 0.0f;
     // Several chunks in flight hide the latency of memory where there are registers for it.
-#pragma unroll(N == 1 ? 4 : 1)
+#pragma unroll(N == 1 ? Reader<TYPE>::AT_ONCE : 1)
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) {
         float v[16];
         w.load(row, chunk, v);
@@ -70,7 +70,7 @@ static __device__ __forceinline__ bool is_ragged(const Matrix &w, const Rows &x)
 #if __CUDA_ARCH__ >= 1000
 constexpr int RESIDENT = 3;
 #else
-constexpr int RESIDENT = 4;
+constexpr int RESIDENT = Reader<TYPE>::RESIDENT;
 #endif
 
 // One warp per row of W, for at most N rows of x. Grid: (rows / warps, groups); matrix g of the stack for group g.
@@ -88,15 +88,19 @@ template <int N> static __device__ __forceinline__ void gemv_body(Matrix w, Rows
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     gemv_body<1>(w, x, y, n, recipe);
 }
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_2(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     gemv_body<2>(w, x, y, n, recipe);
 }
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_4(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     gemv_body<4>(w, x, y, n, recipe);
 }
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_8(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     gemv_body<8>(w, x, y, n, recipe);
 }
 
@@ -104,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_8(Matrix w, Row
 // row t. Slots without an expert (id out of range) give zeros. Grid: (rows / warps, tokens * slots).
 extern "C" __global__ void __launch_bounds__(256, 4)
     gemv_slots(Matrix w, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
+    begin();
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= w.rows) return;
     const int id = ids[s];
@@ -118,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 // Gate, up and SwiGLU of chosen experts in one pass: y[t][j][r] = silu(gate_r . x_t) * (up_r . x_t).
 extern "C" __global__ void __launch_bounds__(256, RESIDENT)
     gemv_gate_up(Matrix gate, Matrix up, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
+    begin();
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= gate.rows) return;
     const int id = ids[s];
@@ -190,6 +196,7 @@ static __device__ __forceinline__ void gemm_tile(const Matrix &w, i64 first, int
 
 // Any number of rows of x. Grid: (rows / TILE, n / TILE, groups).
 extern "C" __global__ void __launch_bounds__(256) gemm(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     const int t0 = blockIdx.y * TILE, g = blockIdx.z;
     const auto x_row = [&](int i) { return t0 + i < n ? x.at + (t0 + i) * x.row + g * x.group : nullptr; };
     const auto y_row = [&](int i) { return t0 + i < n ? y.at + (t0 + i) * y.row + g * y.group : nullptr; };
@@ -200,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm(Matrix w, Rows x, Rows y,
 // `order` on; tiles behind the last hold none. Grid: (rows / TILE, most tiles).
 extern "C" __global__ void __launch_bounds__(256)
     gemm_slots(Matrix w, const i32 *tiles, const i32 *order, int slots, Rows x, Rows y, int recipe) {
+    begin();
     const i32 id = tiles[3 * blockIdx.y], start = tiles[3 * blockIdx.y + 1], count = tiles[3 * blockIdx.y + 2];
     if (count == 0) return;
     const auto at = [&](const Rows &r, int i) -> float * {
@@ -214,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // The same as gemv and gemm, a thread per value, columns first to last.
 extern "C" __global__ void matmul_naive(Matrix w, Rows x, Rows y, int n, int recipe) {
+    begin();
     const int row = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y, g = blockIdx.z;
     if (row >= w.rows || t >= n) return;
     const Reader<TYPE> reader(w.planes, w.blocks, w.cols);
@@ -230,6 +239,7 @@ extern "C" __global__ void matmul_naive(Matrix w, Rows x, Rows y, int n, int rec
 
 // The same as gemv_slots and gemm_slots.
 extern "C" __global__ void slots_naive(Matrix w, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
+    begin();
     const int row = blockIdx.x * blockDim.x + threadIdx.x, s = blockIdx.y, t = s / slots, j = s % slots;
     if (row >= w.rows) return;
     const Reader<TYPE> reader(w.planes, w.blocks, w.cols);
@@ -248,6 +258,7 @@ extern "C" __global__ void slots_naive(Matrix w, int stack, const i32 *ids, int 
 
 // Rows `first ..` of a vocabulary-parallel table: y[t] = row of token t's id, zeros for ids of other ranks.
 extern "C" __global__ void embed(Matrix w, int first, const i32 *ids, Rows y) {
+    begin();
     const int t = blockIdx.x, row = ids[t] - first;
     const bool own = ids[t] >= 0 && row >= 0 && row < w.rows;
     const Reader<TYPE> reader(w.planes, w.blocks, w.cols);

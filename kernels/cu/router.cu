@@ -57,6 +57,7 @@ static __device__ int best(const float *scores, int n, const i32 *taken, int cou
 // to memory and the chosen ids, best first. Tokens behind the last (position -1) choose nothing.
 extern "C" __global__ void route(Router r, const float *logits, i64 row, const float *bias, const i32 *position, float *choice,
                                  i64 choice_row, i32 *ids) {
+    begin();
     extern __shared__ float scores[];
     __shared__ float scratch[2];
     float *group_scores = scores + r.experts;
@@ -94,10 +95,10 @@ extern "C" __global__ void route(Router r, const float *logits, i64 row, const f
     if (threadIdx.x < 32) {
         i32 *own = ids + (i64)t * r.used;
         for (int i = 0; i < r.used; ++i) {
-            const int e = position[t] >= 0 ? best(scores, r.experts, picked, i) : -1;
+            const int e = position[t] >= 0 ? best(scores, r.experts, picked, 0) : -1;
             if (threadIdx.x == 0) {
-                picked[i] = e;
                 own[i] = e;
+                if (e >= 0) scores[e] = NAN; // never wins again
             }
             __syncwarp();
         }
@@ -106,6 +107,7 @@ extern "C" __global__ void route(Router r, const float *logits, i64 row, const f
 
 // Weights of the chosen experts: unbiased scores, over their sum where the model says so, times the routed factor.
 extern "C" __global__ void expert_weights(Router r, const float *logits, i64 row, const i32 *ids, float *weights, i64 w_row) {
+    begin();
     extern __shared__ float scores[];
     __shared__ float scratch[2];
     const int t = blockIdx.x;
@@ -126,6 +128,7 @@ extern "C" __global__ void expert_weights(Router r, const float *logits, i64 row
 // The router as one thread per token reads it.
 extern "C" __global__ void route_naive(Router r, const float *logits, i64 row, const float *bias, const i32 *position, int n,
                                        float *choice, i64 choice_row, i32 *ids, float *weights, i64 w_row) {
+    begin();
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= n) return;
     const int size = r.experts / r.groups;
@@ -178,6 +181,7 @@ extern "C" __global__ void route_naive(Router r, const float *logits, i64 row, c
 // a thread per expert counts, then a prefix sum, then each thread places its expert's slots.
 extern "C" __global__ void __launch_bounds__(1024)
     group(const i32 *ids, int slots, int experts, int tile, i32 *order, i32 *tiles, int most_tiles) {
+    begin();
     extern __shared__ i32 starts[]; // [experts + 1] places, [experts + 1] tiles
     i32 *tile_starts = starts + experts + 1;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -214,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // out[t] = sum over slots with an expert, in order, of weight times the slot's row.
 extern "C" __global__ void combine_slots(const float *rows, const i32 *ids, int experts, int slots, int width,
                                          const float *weights, i64 w_row, float *out, i64 out_row) {
+    begin();
     const int t = blockIdx.y;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < width; i += gridDim.x * blockDim.x) {
         float sum = 0.0f;

@@ -30,13 +30,26 @@ static __device__ double noise(u64 seed, i32 position, i32 id) {
 extern "C" __global__ void __launch_bounds__(1024)
     sample(const float *logits, i64 row, int width, int first, const float *temperature, const u32 *seed,
            const i32 *position, Choice *out) {
+    begin();
     __shared__ Choice scratch[32];
     const int r = blockIdx.x;
     const float *own = logits + r * row;
     const double t = temperature[r];
     const u64 s = (u64)seed[2 * r + 1] << 32 | seed[2 * r];
     Choice top = {0.0f, -1};
-    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+    // The likeliest one waits for memory alone, so many loads are on their way at once.
+    constexpr int AT_ONCE = 16;
+    const int stride = blockDim.x, greedy = t > 0 ? 0 : width / (AT_ONCE * stride) * (AT_ONCE * stride);
+    for (int start = threadIdx.x; start < greedy; start += AT_ONCE * stride) {
+        float keys[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) keys[k] = own[start + k * stride];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            if (!isnan(keys[k])) top = better(top, {keys[k], first + start + k * stride});
+        }
+    }
+    for (int i = greedy + threadIdx.x; i < width; i += blockDim.x) {
         const float key = t > 0 ? (float)(own[i] / t + noise(s, position[r], first + i)) : own[i];
         if (!isnan(key)) top = better(top, {key, first + i});
     }
@@ -57,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // `tokens`, `[ring][n]`. Row r is token r; rows with position -1 stay.
 extern "C" __global__ void commit(const Choice *pairs, int ranks, int pair_row, int n, i32 *id, i32 *position,
                                   i32 *tokens, int ring, u32 *step) {
+    begin();
     for (int r = threadIdx.x; r < n; r += blockDim.x) {
         Choice top = pairs[r];
         for (int k = 1; k < ranks; ++k) top = better(top, pairs[(i64)k * pair_row + r]);

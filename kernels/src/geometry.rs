@@ -15,6 +15,17 @@ pub const INDEX_KEYS: usize = 64;
 pub const GEMV_ROWS: usize = 8;
 /// Warps, and so rows of the matrix, of a block of `gemv`.
 pub const GEMV_WARPS: usize = 8;
+/// Rows and columns of a unit of tiles.
+pub const UNIT_ROWS: usize = 16;
+/// See [`UNIT_ROWS`].
+pub const UNIT_COLS: usize = 256;
+/// Parts that a product with tiles takes side by side.
+pub const TILE_PARTS: usize = 4;
+/// Warps of a block that multiply units.
+const TILE_WARPS: usize = 8;
+/// Shared memory of a block, and of a multiprocessor, which also keeps 1 KiB of its own for each block.
+const BLOCK_SHARED: usize = 227 << 10;
+const SHARED: usize = 228 << 10;
 /// Widest latent and rope part that `attend` holds in registers.
 pub const MOST_LATENT: usize = 512;
 /// See [`MOST_LATENT`].
@@ -59,6 +70,50 @@ pub fn gemv(rows: usize, groups: usize) -> Launch {
 /// `gemm`: tiles of the matrix's rows by tiles of `n` rows, per group.
 pub fn gemm(rows: usize, n: usize, groups: usize) -> Launch {
     Launch { grid: (axis(rows.div_ceil(TILE)), axis(n.div_ceil(TILE)), axis(groups)), block: 256, shared: 0 }
+}
+
+/// True if a GPU has what kernels of tiles are made of: copies that run by themselves.
+pub fn has_tiles(arch: &str) -> bool {
+    let version: String = arch.chars().filter(char::is_ascii_digit).collect();
+    version.parse().is_ok_and(|v: u32| v >= 90)
+}
+
+/// A product of a row of `units` units with tiles: bytes of a unit, columns that share a scale, planes of x.
+#[derive(Clone, Copy, Debug)]
+pub struct TileProduct {
+    /// Bytes of a unit.
+    pub unit: usize,
+    /// Columns that share a scale.
+    pub group: usize,
+    /// Units of a row of x.
+    pub units: usize,
+    /// Parts that x is split into.
+    pub planes: usize,
+}
+
+impl TileProduct {
+    /// Bytes of shared memory: the ring and what belongs to it, x, the sums of its groups. As `tiles.cu` has it.
+    fn shared(&self) -> usize {
+        let (cols, stages) = (self.units * UNIT_COLS, if self.unit < 3000 { 4 } else { 3 });
+        let ring = stages * (TILE_WARPS * self.unit + 16) + 4 * 2 * 2 * TILE_WARPS * UNIT_ROWS + 128;
+        ring + 2 * self.planes * cols + 4 * cols / self.group
+    }
+
+    /// `jobs` tiles of output on `processors` multiprocessors; none if x is too long. Blocks walk over the tiles, so that
+    /// two on a multiprocessor are no better than one where they end no sooner.
+    pub fn launch(&self, jobs: usize, processors: usize) -> Option<Launch> {
+        let (shared, one) = (self.shared(), processors.max(1));
+        let two = 2 * (shared + 1024) <= SHARED;
+        let rounds = |blocks: usize| jobs.div_ceil(blocks);
+        let blocks = if two && 20 * rounds(2 * one) <= 11 * rounds(one) { 2 * one } else { one };
+        let block = 32 * (TILE_WARPS as u32 + 1);
+        (shared <= BLOCK_SHARED).then(|| Launch { grid: (axis(blocks.min(jobs)), 1, 1), block, shared: axis(shared) })
+    }
+}
+
+/// `tile_pack`: a warp per unit.
+pub fn tile_pack(units: usize) -> Launch {
+    Launch { grid: (axis(units.div_ceil(8).min(4096)), 1, 1), block: 256, shared: 0 }
 }
 
 /// Most tiles that `slots` slots of `experts` experts can fill: each expert may have one that is not full.
@@ -131,6 +186,17 @@ mod tests {
             }
         }
         assert_eq!(splits(1, 100, 4096).0, splits(8, 4096, 4096).0);
+    }
+
+    #[test]
+    fn a_product_with_tiles_has_blocks_as_long_as_x_fits() {
+        let glm = TileProduct { unit: 2304, group: 32, units: 24, planes: 1 };
+        let launch = glm.launch(2304, 132).unwrap();
+        assert_eq!((launch.grid.0, launch.block), (264, 288));
+        assert_eq!(glm.launch(174, 132).unwrap().grid.0, 132 * 2 - 90, "every tile has a block of its own");
+        assert_eq!(TileProduct { planes: 3, units: 64, ..glm }.launch(384, 132).unwrap().grid.0, 132);
+        assert!(TileProduct { planes: 3, units: 200, ..glm }.launch(384, 132).is_none());
+        assert!(has_tiles("sm_90a") && has_tiles("sm_120a") && !has_tiles("sm_80"));
     }
 
     #[test]

@@ -13,17 +13,33 @@ use std::collections::BTreeSet;
 pub struct Unit {
     /// File name without `.cu`.
     pub name: &'static str,
-    /// True if the source is compiled once per tensor type, which it knows as `TYPE`.
-    pub typed: bool,
+    /// What the source is compiled for, each of which it knows as `TYPE`.
+    pub types: Types,
+    /// True if its kernels wait for the one in front by themselves, and so may be started before that has ended.
+    pub early: bool,
     /// Its kernels.
     pub kernels: &'static [&'static str],
 }
 
+/// What a unit is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Types {
+    /// Once: it reads no stored weights.
+    None,
+    /// Every tensor type, in planes.
+    Planes,
+    /// The types that have tiles, in these.
+    Tiles,
+    /// Both.
+    All,
+}
+
 /// All modules.
-pub const UNITS: [Unit; 9] = [
+pub const UNITS: [Unit; 10] = [
     Unit {
         name: "matmul",
-        typed: true,
+        types: Types::All,
+        early: true,
         kernels: &[
             "gemv_1",
             "gemv_2",
@@ -38,15 +54,38 @@ pub const UNITS: [Unit; 9] = [
             "embed",
         ],
     },
-    Unit { name: "pack", typed: true, kernels: &["repack", "unpack", "repack_check", "dequantise"] },
+    Unit {
+        name: "pack",
+        types: Types::Planes,
+        early: false,
+        kernels: &["repack", "unpack", "repack_check", "dequantise"],
+    },
+    Unit {
+        name: "tiles",
+        types: Types::Tiles,
+        early: true,
+        kernels: &[
+            "tile_pack",
+            "tile_unpack",
+            "tile_check",
+            "tile_parts_fast",
+            "tile_parts_strict",
+            "tile_gate_up_fast",
+            "tile_gate_up_strict",
+            "tile_down_fast",
+            "tile_down_strict",
+        ],
+    },
     Unit {
         name: "norm",
-        typed: false,
+        types: Types::None,
+        early: true,
         kernels: &["rms_norm", "add_rms_norm", "layer_norm", "rms_norm_naive", "layer_norm_naive"],
     },
     Unit {
         name: "rows",
-        typed: false,
+        types: Types::None,
+        early: true,
         kernels: &[
             "rope_table",
             "rope",
@@ -66,23 +105,27 @@ pub const UNITS: [Unit; 9] = [
     },
     Unit {
         name: "attention",
-        typed: false,
+        types: Types::None,
+        early: true,
         kernels: &["attend", "combine", "scores_naive", "softmax_naive", "weighted_naive"],
     },
     Unit {
         name: "indexer",
-        typed: false,
+        types: Types::None,
+        early: true,
         kernels: &["index_scores", "index_scores_naive", "top_k", "top_k_naive", "list_naive"],
     },
     Unit {
         name: "router",
-        typed: false,
+        types: Types::None,
+        early: true,
         kernels: &["route", "expert_weights", "route_naive", "group", "combine_slots"],
     },
-    Unit { name: "sample", typed: false, kernels: &["sample", "commit"] },
+    Unit { name: "sample", types: Types::None, early: true, kernels: &["sample", "commit"] },
     Unit {
         name: "doctor",
-        typed: false,
+        types: Types::None,
+        early: false,
         kernels: &[
             "pattern_fill",
             "pattern_check",
@@ -101,6 +144,9 @@ pub const TYPES: [&str; 22] = [
     "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 ];
 
+/// Those that have tiles: `kernels/cu/common/tiles.cuh`.
+pub const TILED: [&str; 2] = ["Q4_K", "Q6_K"];
+
 /// Architectures that every kernel compiles for: A100 to RTX 40 (one code for all of 8.x), H100/H200, B200, RTX 50.
 pub const ARCHS: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
 
@@ -108,9 +154,10 @@ pub const ARCHS: [&str; 4] = ["sm_80", "sm_90a", "sm_100a", "sm_120a"];
 /// spill nor use local memory.
 pub const LOCAL_MEMORY: [&str; 1] = ["rope_table"];
 
-const FILES: [(&str, &str); 15] = [
+const FILES: [(&str, &str); 18] = [
     ("matmul.cu", include_str!("../cu/matmul.cu")),
     ("pack.cu", include_str!("../cu/pack.cu")),
+    ("tiles.cu", include_str!("../cu/tiles.cu")),
     ("norm.cu", include_str!("../cu/norm.cu")),
     ("rows.cu", include_str!("../cu/rows.cu")),
     ("attention.cu", include_str!("../cu/attention.cu")),
@@ -118,6 +165,8 @@ const FILES: [(&str, &str); 15] = [
     ("router.cu", include_str!("../cu/router.cu")),
     ("sample.cu", include_str!("../cu/sample.cu")),
     ("doctor.cu", include_str!("../cu/doctor.cu")),
+    ("common/async.cuh", include_str!("../cu/common/async.cuh")),
+    ("common/tiles.cuh", include_str!("../cu/common/tiles.cuh")),
     ("common/ptx.cuh", include_str!("../cu/common/ptx.cuh")),
     ("common/block.cuh", include_str!("../cu/common/block.cuh")),
     ("common/tokens.cuh", include_str!("../cu/common/tokens.cuh")),
@@ -244,12 +293,27 @@ mod tests {
         for unit in &UNITS {
             let text = unit.source(&embedded).unwrap();
             assert!(!text.contains("#include"), "{}", unit.name);
-            let declared = text.matches("extern \"C\" __global__").count();
+            // A macro's kernels are declared where it is used.
+            let plain = text.matches("extern \"C\" __global__").count() - text.matches("NAME(const").count();
+            let declared = plain + text.matches("\nPRODUCT(").count();
             assert_eq!(declared, unit.kernels.len(), "{}", unit.name);
             for kernel in unit.kernels {
-                assert!(text.contains(&format!(" {kernel}(")), "{}: {kernel}", unit.name);
+                let named = [format!(" {kernel}("), format!("PRODUCT({kernel},")];
+                assert!(named.iter().any(|name| text.contains(name)), "{}: {kernel}", unit.name);
             }
-            assert_eq!(unit.typed, text.contains("<TYPE>"), "{}", unit.name);
+            let reads = text.contains("<TYPE>") || text.contains("= TYPE;");
+            assert_eq!(unit.types != Types::None, reads, "{}", unit.name);
+        }
+    }
+
+    #[test]
+    fn kernels_that_start_early_wait_first() {
+        for unit in UNITS.iter().filter(|unit| unit.early) {
+            let text = unit.source(&embedded).unwrap();
+            for kernel in unit.kernels.iter().filter(|kernel| !text.contains(&format!("PRODUCT({kernel},"))) {
+                let body = text.split(&format!(" {kernel}(")).nth(1).and_then(|rest| rest.split_once(") {")).unwrap().1;
+                assert!(body.trim_start().starts_with("begin();"), "{kernel} reads before it waits");
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::time::Instant;
 
-use lockstep_kernels::{ARCHS, UNITS};
+use lockstep_kernels::{ARCHS, TILED, Types, UNITS};
 use rayon::prelude::*;
 use regex::Regex;
 use serde::{Serialize, Serializer};
@@ -33,33 +33,48 @@ pub(super) fn run(args: &KernelsArgs, out: &mut dyn Write) -> Result<Exit, CliEr
 struct Listed {
     archs: &'static [&'static str],
     types: &'static [&'static str],
+    tiled: &'static [&'static str],
     units: Vec<ListedUnit>,
 }
 
 #[derive(Serialize)]
 struct ListedUnit {
     unit: &'static str,
-    typed: bool,
+    formats: &'static [&'static str],
     kernels: &'static [&'static str],
 }
 
 impl Record for Listed {
     fn text(&self, page: &mut Page<'_>) -> std::io::Result<()> {
         let mut t = Table::new(&["module", "kernels"]);
-        for ListedUnit { unit, typed, kernels } in &self.units {
-            t.row([format!("{unit}{}", if *typed { "<type>" } else { "" }), kernels.join(", ")]);
+        for ListedUnit { unit, formats, kernels } in &self.units {
+            let of = |format: &&str| format!("{unit}<type{}>", if *format == "tiles" { " tiles" } else { "" });
+            let modules: Vec<String> = formats.iter().map(of).collect();
+            t.row([if modules.is_empty() { (*unit).into() } else { modules.join(", ") }, kernels.join(", ")]);
         }
         page.table(&t)?;
         page.gap()?;
         page.line(format!("types: {}", self.types.join(", ")))?;
+        page.line(format!("in tiles on sm_90 and later: {}", self.tiled.join(", ")))?;
         page.line(format!("architectures: {}", self.archs.join(", ")))
     }
 }
 
+/// What a unit is compiled for, of each type.
+fn formats(types: Types) -> &'static [&'static str] {
+    match types {
+        Types::None => &[],
+        Types::Planes => &["planes"],
+        Types::Tiles => &["tiles"],
+        Types::All => &["planes", "tiles"],
+    }
+}
+
 fn list(json: bool, out: &mut dyn Write) -> Result<Exit, CliError> {
-    let unit = |u: &'static lockstep_kernels::Unit| ListedUnit { unit: u.name, typed: u.typed, kernels: u.kernels };
+    let unit =
+        |u: &'static lockstep_kernels::Unit| ListedUnit { unit: u.name, formats: formats(u.types), kernels: u.kernels };
     let units = UNITS.iter().map(unit).collect();
-    emit(&Listed { archs: &ARCHS, types: &lockstep_kernels::TYPES, units }, json, out)?;
+    emit(&Listed { archs: &ARCHS, types: &lockstep_kernels::TYPES, tiled: &TILED, units }, json, out)?;
     Ok(Exit::Ok)
 }
 

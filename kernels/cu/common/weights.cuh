@@ -1,6 +1,7 @@
 // Reading a stored matrix sixteen values at a time, whatever its type. TYPE is defined by the build.
 #pragma once
 #include "ptx.cuh"
+#include "tiles.cuh"
 #include "unpack.cuh"
 
 // The planes of a repacked tensor: plane f starts 16-byte aligned behind plane f - 1 and holds field f of every block.
@@ -18,6 +19,8 @@ template <class T> struct Planes {
 
 // Sixteen values of row `row`, from column `16 * chunk` on; zeros behind the last of `cols` columns.
 template <class T> struct Reader {
+    // Loads in flight that registers have room for, and blocks that a multiprocessor is to hold at once.
+    static constexpr int AT_ONCE = 4, RESIDENT = 4;
     Planes<T> planes;
     int cols;
 
@@ -54,6 +57,7 @@ struct BF16 {
 };
 
 template <class T> struct PlainReader {
+    static constexpr int AT_ONCE = 4, RESIDENT = 4;
     const u8 *base;
     int cols;
 
@@ -82,3 +86,17 @@ template <class T> struct PlainReader {
 template <> struct Reader<F32> : PlainReader<F32> { using PlainReader<F32>::PlainReader; };
 template <> struct Reader<F16> : PlainReader<F16> { using PlainReader<F16>::PlainReader; };
 template <> struct Reader<BF16> : PlainReader<BF16> { using PlainReader<BF16>::PlainReader; };
+
+// Tiles: rows count through the stack, and columns are whole units.
+template <class T> struct Reader<Tiles<T>> {
+    static constexpr int AT_ONCE = 2, RESIDENT = 3;
+    const u8 *base;
+    int cols;
+
+    __device__ __forceinline__ Reader(const u8 *base, i64, int cols) : base(base), cols(cols) {}
+
+    __device__ __forceinline__ void load(i64 row, int chunk, float *out) const {
+        const i64 unit = row / 16 * (cols / 256) + chunk / 16;
+        Tiles<T>::unpack16(base + unit * Tiles<T>::UNIT, int(row % 16), chunk % 16, out);
+    }
+};

@@ -7,9 +7,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::sys;
-use lockstep_kernels::{TYPES, UNITS, Unit, Usage, embedded, options};
+use lockstep_kernels::{TYPES, Types, UNITS, Unit, Usage, embedded, options};
 use sha2::{Digest, Sha256};
 
+use super::format::Format;
 use super::libraries::why;
 use crate::partial::Partial;
 use crate::quant::QuantType;
@@ -69,14 +70,19 @@ pub struct Built {
     pub usage: Vec<Usage>,
 }
 
-/// Every module: units, once per type where they are typed.
-pub fn modules() -> impl Iterator<Item = (&'static Unit, Option<QuantType>)> {
+/// Every module: units, once per format where they read weights.
+pub fn modules() -> impl Iterator<Item = (&'static Unit, Option<Format>)> {
     UNITS.iter().flat_map(|unit| {
-        let types: Vec<Option<QuantType>> = match unit.typed {
-            true => QuantType::all().filter(|t| TYPES.contains(&t.name())).map(Some).collect(),
-            false => vec![None],
+        let wanted = |f: &Format| match unit.types {
+            Types::None => false,
+            Types::Planes => !f.tiled,
+            Types::Tiles => f.tiled,
+            Types::All => true,
         };
-        types.into_iter().map(move |ty| (unit, ty))
+        let known = QuantType::all().filter(|t| TYPES.contains(&t.name()));
+        let formats = known.flat_map(Format::all).filter(wanted).map(Some);
+        let once = (unit.types == Types::None).then_some(None);
+        formats.chain(once).map(move |format| (unit, format)).collect::<Vec<_>>()
     })
 }
 
@@ -98,7 +104,7 @@ impl Cubins {
     ///
     /// # Errors
     /// No NVRTC, a source that does not compile, a cache that cannot be written.
-    pub fn get(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Vec<u8>, CubinError> {
+    pub fn get(&self, unit: &'static str, ty: Option<Format>, arch: &str) -> Result<Vec<u8>, CubinError> {
         self.entry(unit, ty, arch).map(|(_, image)| image)
     }
 
@@ -106,14 +112,14 @@ impl Cubins {
     ///
     /// # Errors
     /// As [`Cubins::get`].
-    pub fn build(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<Built, CubinError> {
+    pub fn build(&self, unit: &'static str, ty: Option<Format>, arch: &str) -> Result<Built, CubinError> {
         self.entry(unit, ty, arch).map(|(built, _)| built)
     }
 
-    fn entry(&self, unit: &'static str, ty: Option<QuantType>, arch: &str) -> Result<(Built, Vec<u8>), CubinError> {
+    fn entry(&self, unit: &'static str, ty: Option<Format>, arch: &str) -> Result<(Built, Vec<u8>), CubinError> {
         let module = module(unit, ty);
         let (found, source) = self.source(unit)?;
-        let mut options = options(arch, ty.map(QuantType::name));
+        let mut options = options(arch, ty.map(Format::name).as_deref());
         let key = key(&source, &options);
         let version = nvrtc_version();
         // From 12.9 on NVRTC has a cache of its own, which gives a cubin without ptxas' report; older ones refuse the option.
@@ -158,9 +164,9 @@ impl Cubins {
 
     /// Digests of the modules for an architecture that are in the cache, by name.
     pub fn cached(&self, arch: &str) -> BTreeMap<String, String> {
-        let one = |(unit, ty): (&'static Unit, Option<QuantType>)| {
+        let one = |(unit, ty): (&'static Unit, Option<Format>)| {
             let (_, source) = self.source(unit.name).ok()?;
-            let key = key(&source, &options(arch, ty.map(QuantType::name)));
+            let key = key(&source, &options(arch, ty.map(Format::name).as_deref()));
             let (image, log) = self.all(&key).iter().find_map(|path| read_whole(path))?;
             Some((module(unit.name, ty), digest(&image, &log)))
         };
@@ -180,7 +186,7 @@ impl Cubins {
 }
 
 /// `matmul<Q4_K>` and the like.
-fn module(unit: &str, ty: Option<QuantType>) -> String {
+fn module(unit: &str, ty: Option<Format>) -> String {
     ty.map_or(unit.to_string(), |ty| format!("{unit}<{ty}>"))
 }
 

@@ -10,11 +10,12 @@ use cudarc::driver::sys::{
     self, CUdevice_attribute, CUfunction, CUgraphInstantiate_flags, CUmodule, CUresult, CUstreamCaptureMode,
 };
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
+use lockstep_kernels::Unit;
 use lockstep_kernels::geometry::Launch;
 
 use super::cubin::{CubinError, Cubins};
+use super::format::Format;
 use super::libraries::why;
-use crate::quant::QuantType;
 
 /// What went wrong on a GPU, and where.
 #[derive(Debug, thiserror::Error)]
@@ -59,18 +60,15 @@ fn describe(e: DriverError) -> String {
     format!("{} ({:?})", text.unwrap_or_else(|_| "unknown CUDA error".into()), e.0)
 }
 
-/// Bytes of shared memory that a block has without asking.
-const PLAIN_SHARED: u32 = 48 << 10;
-
 /// How long the host waits for a stream. The longest legitimate step is a long prefill chunk.
 const STUCK_AFTER: Duration = Duration::from_secs(120);
 
-/// A kernel by unit, type and name.
-type KernelId = (&'static str, Option<QuantType>, &'static str);
+/// A kernel by unit, format and name.
+type KernelId = (&'static str, Option<Format>, &'static str);
 
 #[derive(Default)]
 struct Loaded {
-    modules: HashMap<(&'static str, Option<QuantType>), CUmodule>,
+    modules: HashMap<(&'static str, Option<Format>), CUmodule>,
     functions: HashMap<KernelId, CUfunction>,
 }
 
@@ -232,29 +230,41 @@ impl Gpu {
     pub fn launch(
         &self,
         unit: &'static str,
-        ty: Option<QuantType>,
+        format: Option<Format>,
         kernel: &'static str,
         launch: Launch,
         args: &[&dyn Arg],
     ) -> Result<(), GpuError> {
-        let function = self.function((unit, ty, kernel), args)?;
-        if launch.shared > PLAIN_SHARED {
-            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to this context. A size that the GPU does not have is refused.
-            unsafe { sys::cuFuncSetAttribute(function, most, launch.shared as i32) }.result().map_err(at(format!(
-                "giving {} {} bytes of shared memory",
-                full_name(kernel, ty),
-                launch.shared
-            )))?;
-        }
+        let function = self.function((unit, format, kernel), args)?;
         let mut params: Vec<*mut c_void> = args.iter().map(|a| a.address()).collect();
         let Launch { grid, block, shared } = launch;
-        // SAFETY: the function belongs to this context, and its parameters have the sizes of `args`, which live until the
-        // call returns. What they point to is the caller's.
-        let done = unsafe {
-            result::launch_kernel(function, grid, (block, 1, 1), shared, self.stream.cu_stream(), &mut params)
+        let mut early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        done.map_err(|e| GpuError::Launch { kernel: full_name(kernel, ty), grid, block, shared, error: describe(e) })
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(Unit::named(unit).is_some_and(|unit| unit.early)),
+        };
+        // SAFETY: the function belongs to this context, and its parameters have the sizes of `args`, which live until the
+        // call returns, as the attribute does. What they point to is the caller's.
+        let done = unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut()) };
+        done.result().map_err(|e| GpuError::Launch {
+            kernel: full_name(kernel, format),
+            grid,
+            block,
+            shared,
+            error: describe(e),
+        })
     }
 
     /// The kernel's handle; its parameters are compared with `args` when it is first used.
@@ -264,16 +274,16 @@ impl Gpu {
         if let Some(function) = loaded.functions.get(&id) {
             return Ok(*function);
         }
-        let (unit, ty, kernel) = id;
-        let name = full_name(kernel, ty);
-        let module = match loaded.modules.get(&(unit, ty)) {
+        let (unit, format, kernel) = id;
+        let name = full_name(kernel, format);
+        let module = match loaded.modules.get(&(unit, format)) {
             Some(module) => *module,
             None => {
-                let image = self.cubins.get(unit, ty, &self.arch)?;
+                let image = self.cubins.get(unit, format, &self.arch)?;
                 // SAFETY: the image is a whole cubin, made by NVRTC or read from the cache and compared with its digest.
                 let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
                     .map_err(at(format!("loading the module of {name} for {}", self.arch)))?;
-                loaded.modules.insert((unit, ty), module);
+                loaded.modules.insert((unit, format), module);
                 module
             }
         };
@@ -286,8 +296,33 @@ impl Gpu {
         if expected != found {
             return Err(GpuError::Parameters { kernel: name, expected: format!("{expected:?}"), found });
         }
+        self.allow_shared(function, &name)?;
+        // Kernels that follow each other closely share a multiprocessor only where they agree on how its memory is cut.
+        let carveout = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: the function belongs to this context; it is a hint in percent.
+        unsafe { sys::cuFuncSetAttribute(function, carveout, 100) }
+            .result()
+            .map_err(at(format!("cutting shared memory for {name}")))?;
         loaded.functions.insert(id, function);
         Ok(function)
+    }
+
+    /// Lets a kernel have all the shared memory that a block can have beside its own, once and for all: ranks that share
+    /// the GPU start it with more and with less.
+    fn allow_shared(&self, function: CUfunction, name: &str) -> Result<(), GpuError> {
+        let doing = || format!("giving {name} shared memory");
+        let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most = self.context.attribute(most).map_err(at(doing()))?;
+        let (own, dynamic) = (
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        );
+        let mut bytes = 0;
+        // SAFETY: the function belongs to this context; the first call writes one integer.
+        unsafe {
+            sys::cuFuncGetAttribute(&mut bytes, own, function).result().map_err(at(doing()))?;
+            sys::cuFuncSetAttribute(function, dynamic, (most - bytes).max(0)).result().map_err(at(doing()))
+        }
     }
 
     /// Waits until everything given to the stream has run. `last` names it, should it hang.
@@ -333,8 +368,8 @@ fn arch(major: i32, minor: i32) -> String {
     }
 }
 
-fn full_name(kernel: &str, ty: Option<QuantType>) -> String {
-    ty.map_or(kernel.to_string(), |ty| format!("{kernel}<{ty}>"))
+fn full_name(kernel: &str, format: Option<Format>) -> String {
+    format.map_or(kernel.to_string(), |format| format!("{kernel}<{format}>"))
 }
 
 /// Sizes of a kernel's parameters.

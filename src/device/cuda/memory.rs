@@ -287,7 +287,7 @@ impl Ring {
         Ok(Ring { gpu: gpu.clone(), places: (0..SLOTS).map(|_| place()).collect::<Result<_, GpuError>>()?, next: 0 })
     }
 
-    /// Sends `bytes` bytes through the ring: `fill(first, out)` writes the source's bytes from `first` on, `take(address,
+    /// Sends `bytes` bytes through the ring, `step` at a time: `fill(first, out)` writes the source's bytes from `first` on, `take(address,
     /// first, bytes)` starts what the GPU does with them.
     ///
     /// # Errors
@@ -295,13 +295,14 @@ impl Ring {
     pub fn send(
         &mut self,
         bytes: usize,
+        step: usize,
         fill: &(dyn Fn(usize, &mut [u8]) + Sync),
         take: &mut dyn FnMut(u64, usize, usize) -> Result<(), GpuError>,
     ) -> Result<(), GpuError> {
         /// Bytes that one thread copies at a time.
         const PIECE: usize = 2 << 20;
-        for first in (0..bytes).step_by(SLOT) {
-            let n = SLOT.min(bytes - first);
+        for first in (0..bytes).step_by(step) {
+            let n = step.min(bytes - first);
             let place = self.next % self.places.len();
             let (pinned, memory, event) = &mut self.places[place];
             event.wait(&|| "loading".into())?;

@@ -6,6 +6,7 @@
 
 pub mod bandwidth;
 pub mod cubin;
+pub mod format;
 pub mod gpu;
 pub mod group;
 mod inputs;
@@ -20,6 +21,7 @@ pub mod peer;
 mod pieces;
 pub mod profile;
 mod store;
+mod tiles;
 pub mod virtual_ranks;
 mod weight;
 
@@ -29,6 +31,7 @@ use std::sync::Arc;
 
 use lockstep_kernels::geometry::{self, Launch};
 
+use format::Format;
 use gpu::{Arg, Gpu, GpuError, args};
 use group::Group;
 use inputs::{CudaInputs, MOST_RECORDED, Problem};
@@ -36,6 +39,7 @@ use memory::{Arena, Memory, Ring};
 pub(crate) use params::{IndexQueries, Queries, Ranks, RouterArg};
 use profile::Profile;
 use store::{CudaBuf, CudaCache, CudaIndex};
+pub(crate) use tiles::{Work, tile_product};
 pub(crate) use weight::MatrixArg;
 use weight::{CudaWeight, Part};
 
@@ -45,7 +49,6 @@ use super::{
 };
 use crate::comm::{Collective, CommError};
 use crate::model::Place;
-use crate::quant::QuantType;
 
 /// Activations of groups, as the products take them: group `g` of row `t` starts at `at + t * row + g * group`.
 #[derive(Clone, Copy)]
@@ -173,13 +176,13 @@ impl CudaDevice {
     fn launch(
         &self,
         unit: &'static str,
-        ty: Option<QuantType>,
+        format: Option<Format>,
         kernel: &'static str,
         launch: Launch,
         bytes: usize,
         args: &[&dyn Arg],
     ) -> Done {
-        let start = || self.gpu.launch(unit, ty, kernel, launch, args);
+        let start = || self.gpu.launch(unit, format, kernel, launch, args);
         self.time(bytes, start).and_then(|done| done).map_err(|e| self.error(e))
     }
 

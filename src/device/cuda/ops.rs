@@ -19,15 +19,22 @@ impl CudaDevice {
         let part = &self.weights[table.0].parts[0];
         let (matrix, first, ids, y) = (part.matrix(), first_row as i32, self.inputs()?.tokens().id, self.rows(out));
         let launch = geometry::per_row(n, 128);
-        self.launch("matmul", Some(part.ty), "embed", launch, 0, &[&matrix, &first, &ids, &y])
+        self.launch("matmul", Some(part.format), "embed", launch, 0, &[&matrix, &first, &ids, &y])
     }
 
     /// All parts side by side; of a stack, which is one part, a matrix per head.
     pub(super) fn multiply(&self, w: WeightId, x: View, out: View, operand: Rounding, n: usize) -> Done {
         let (from, mut to) = (self.rows(x), self.rows(out));
-        for part in &self.weights[w.0].parts {
-            self.product(part, from, to, operand, n, x.heads)?;
-            to.at += 4 * part.rows as u64;
+        for parts in self.weights[w.0].runs() {
+            let rows: usize = parts.iter().map(|part| part.rows).sum();
+            if n != 1 || x.heads != 1 || !self.tile_parts(parts, from, to, operand)? {
+                let mut to = to;
+                for part in parts {
+                    self.product(part, from, to, operand, n, x.heads)?;
+                    to.at += 4 * part.rows as u64;
+                }
+            }
+            to.at += 4 * rows as u64;
         }
         Ok(())
     }
@@ -241,14 +248,17 @@ impl CudaDevice {
         let [gate, up] = &gate_up[..] else {
             return Err(self.error(format!("gate and up: expected 2 parts, found {}", gate_up.len())));
         };
-        if n <= GEMV_ROWS && gate.ty == up.ty {
+        if n == 1 && self.tile_gate_up([gate, up], ids, slots, operand, from, self.rows(out))? {
+            return Ok(());
+        }
+        if n <= GEMV_ROWS && gate.format == up.format {
             let (to, g, u) = (self.rows(out), gate.matrix(), up.matrix());
             let (stack, chosen, count, recipe) =
                 (gate.stack as i32, ids.memory.address(), slots as i32, rounds(operand));
             let bytes = n * slots * (gate.matrix_bytes() + up.matrix_bytes());
             let args: [&dyn Arg; 8] = [&g, &u, &stack, &chosen, &count, &from, &to, &recipe];
             let launch = geometry::gemv(gate.rows, n * slots);
-            return self.launch("matmul", Some(gate.ty), "gemv_gate_up", launch, bytes, &args);
+            return self.launch("matmul", Some(gate.format), "gemv_gate_up", launch, bytes, &args);
         }
         let both = self.scratch("gate_up", 4 * n * slots * 2 * width)?;
         let sorted = self.sorted(ids, slots, n, gate.stack)?;
@@ -275,6 +285,10 @@ impl CudaDevice {
     ) -> Done {
         let (part, ids, slots) = (&self.weights[w.0].parts[0], &self.indices[ids.0], x.heads);
         let from = self.widened(part, self.rows(x), n, slots)?;
+        let by = self.rows(weights).at;
+        if n == 1 && self.tile_down(part, ids, slots, operand, from, by, self.rows(out))? {
+            return Ok(());
+        }
         let rows = self.scratch("down", 4 * n * slots * part.rows)?;
         let to = Rows { at: rows, row: (slots * part.rows) as i64, group: part.rows as i64 };
         let sorted = self.sorted(ids, slots, n, part.stack)?;

@@ -49,7 +49,7 @@ impl CudaDevice {
             _ => geometry::gemm(part.rows, n, groups),
         };
         let bytes = groups * part.matrix_bytes();
-        self.launch("matmul", Some(part.ty), kernel, launch, bytes, &[&matrix, &x, &y, &rows, &recipe])
+        self.launch("matmul", Some(part.format), kernel, launch, bytes, &[&matrix, &x, &y, &rows, &recipe])
     }
 
     /// Rows as a part's covering blocks want them: the rank's own columns, zeros around them.
@@ -84,13 +84,13 @@ impl CudaDevice {
             None => {
                 let (ids, launch) = (ids.memory.address(), geometry::gemv(part.rows, n * slots));
                 let args: [&dyn Arg; 7] = [&matrix, &stack, &ids, &count, &x, &y, &recipe];
-                self.launch("matmul", Some(part.ty), "gemv_slots", launch, bytes, &args)
+                self.launch("matmul", Some(part.format), "gemv_slots", launch, bytes, &args)
             }
             Some((tiles, order, most)) => {
                 let launch = Launch { grid: (part.rows.div_ceil(TILE) as u32, most as u32, 1), block: 256, shared: 0 };
                 let args: [&dyn Arg; 7] = [&matrix, &tiles, &order, &count, &x, &y, &recipe];
                 let bytes = bytes.min(part.stack * part.matrix_bytes());
-                self.launch("matmul", Some(part.ty), "gemm_slots", launch, bytes, &args)
+                self.launch("matmul", Some(part.format), "gemm_slots", launch, bytes, &args)
             }
         }
     }

@@ -1,19 +1,29 @@
-//! Resident parameters: parts side by side, each a stack of matrices repacked into planes.
+//! Resident parameters: parts side by side, each a stack of matrices repacked into planes or tiles.
 
 use std::sync::Arc;
 
+use lockstep_kernels::geometry::TILE_PARTS;
+
+use super::format::Format;
 use super::gpu::args;
 use super::memory::Memory;
-use crate::quant::QuantType;
 
 /// A (fused) parameter on a GPU.
 pub(super) struct CudaWeight {
     pub parts: Vec<Part>,
 }
 
+impl CudaWeight {
+    /// Its parts, in runs that one kernel can take: as many as it takes, of one format and the same columns.
+    pub fn runs(&self) -> impl Iterator<Item = &[Part]> {
+        let same = |a: &Part, b: &Part| (a.format, a.covered, &a.cols) == (b.format, b.covered, &b.cols);
+        self.parts.chunk_by(same).flat_map(|run| run.chunks(TILE_PARTS))
+    }
+}
+
 /// One part of a fused parameter.
 pub(super) struct Part {
-    pub ty: QuantType,
+    pub format: Format,
     /// Matrices.
     pub stack: usize,
     /// Rows of each.
@@ -24,7 +34,7 @@ pub(super) struct Part {
     pub cols: std::ops::Range<usize>,
     /// The first stored column, counted in the whole parameter.
     pub first: usize,
-    /// Where the planes start, and what keeps them.
+    /// Where the planes or tiles start, and what keeps them.
     pub address: u64,
     pub _memory: Arc<Memory>,
 }
@@ -44,12 +54,12 @@ args!(MatrixArg);
 impl Part {
     /// Blocks of the whole stack.
     pub fn blocks(&self) -> usize {
-        self.stack * self.rows * self.covered / self.ty.block()
+        self.stack * self.rows * self.covered / self.format.ty.block()
     }
 
     /// Bytes of one matrix.
     pub fn matrix_bytes(&self) -> usize {
-        self.rows * self.ty.row_bytes(self.covered)
+        self.rows * self.format.ty.row_bytes(self.covered)
     }
 
     /// True if the stored columns are the rank's own.

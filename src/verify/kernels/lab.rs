@@ -9,10 +9,10 @@ use std::sync::Arc;
 use lockstep_kernels::geometry::{self, Launch};
 
 use super::case::Case;
+use crate::device::cuda::format::Format;
 use crate::device::cuda::gpu::{Arg, Gpu, GpuError};
 use crate::device::cuda::memory::Memory;
 use crate::device::cuda::{Rows, Tokens};
-use crate::quant::QuantType;
 
 /// A NaN with a payload of its own: arithmetic never gives it, so where it stands nothing was written.
 pub const POISON: u32 = 0x7fc0_dead;
@@ -205,8 +205,8 @@ pub struct Lab<'a> {
     launched: RefCell<BTreeSet<Launched>>,
 }
 
-/// A kernel, and its type where it has one.
-type Launched = (&'static str, Option<QuantType>);
+/// A kernel, and its format where it has one.
+type Launched = (&'static str, Option<Format>);
 
 impl<'a> Lab<'a> {
     /// An empty bench.
@@ -283,17 +283,17 @@ impl<'a> Lab<'a> {
         Ok(Step { tokens, _kept: kept })
     }
 
-    /// One launch of a kernel, of a type where its unit has them.
+    /// One launch of a kernel, of a format where its unit has them.
     pub fn launch(
         &self,
         unit: &'static str,
-        ty: Option<QuantType>,
+        format: Option<Format>,
         kernel: &'static str,
         launch: Launch,
         args: &[Box<dyn Arg>],
     ) -> Result<(), GpuError> {
-        self.gpu.launch(unit, ty, kernel, launch, &args.iter().map(|arg| &**arg).collect::<Vec<_>>())?;
-        self.launched.borrow_mut().insert((kernel, ty));
+        self.gpu.launch(unit, format, kernel, launch, &args.iter().map(|arg| &**arg).collect::<Vec<_>>())?;
+        self.launched.borrow_mut().insert((kernel, format));
         Ok(())
     }
 

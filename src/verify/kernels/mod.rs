@@ -22,13 +22,14 @@ mod weights;
 
 use std::collections::BTreeSet;
 
-use lockstep_kernels::{UNITS, Unit};
+use lockstep_kernels::{UNITS, Unit, geometry};
 use rayon::prelude::*;
 
 use self::lab::Lab;
 use self::products::Shape;
 use super::{Subject, VerifyError};
 use crate::device::cuda::cubin::modules;
+use crate::device::cuda::format::Format;
 use crate::device::cuda::gpu::Gpu;
 use crate::engine::EngineError;
 use crate::model::{Kind, params};
@@ -56,12 +57,12 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
     let ordinal = backend.gpus(subject.tp)?.first().copied().unwrap_or(0);
     let gpu = Gpu::open(ordinal, backend.cubins.clone()).map_err(EngineError::from)?;
     // Compiling takes longer than running, and modules compile side by side. One that does not says so at its first launch.
-    let modules: Vec<(&Unit, Option<QuantType>)> = modules().filter(|(unit, _)| unit.name != OF_HOST).collect();
-    modules.par_iter().for_each(|(unit, ty)| {
-        let _ = gpu.cubins().build(unit.name, *ty, &gpu.arch); // reported by the check that needs it
+    let modules = of_gpu(&gpu.arch);
+    modules.par_iter().for_each(|(unit, format)| {
+        let _ = gpu.cubins().build(unit.name, *format, &gpu.arch); // reported by the check that needs it
     });
     let lab = Lab::new(&gpu, subject.tp);
-    let steps = steps(subject);
+    let steps = steps(subject, &gpu.arch);
     let mut checks = Vec::new();
     for (i, step) in steps.iter().enumerate() {
         progress.at("groups of checks", i, steps.len());
@@ -93,7 +94,8 @@ pub fn run(subject: &Subject, progress: &dyn Progress) -> Result<StageReport, Ve
 /// A group of checks that runs as a whole.
 type Step<'a> = Box<dyn Fn(&Lab<'_>, &mut Vec<Check>) + 'a>;
 
-fn steps(subject: &Subject) -> Vec<Step<'_>> {
+fn steps<'a>(subject: &'a Subject, arch: &'a str) -> Vec<Step<'a>> {
+    let tiles = geometry::has_tiles(arch);
     let c = subject.checkpoint.config();
     let mut steps: Vec<Step<'_>> = vec![
         Box::new(|lab, out| rows::run(lab, c, out)),
@@ -107,11 +109,16 @@ fn steps(subject: &Subject) -> Vec<Step<'_>> {
     for ty in QuantType::all() {
         steps.push(Box::new(move |lab, out| {
             pack::run(lab, ty, out);
-            products::ragged(ty).iter().for_each(|shape| products::run(lab, shape, out));
-            slots::run(lab, &products::experts(ty), out);
+            for format in Format::all(ty).filter(|format| tiles || !format.tiled) {
+                if format.tiled {
+                    pack::tiles(lab, ty, out);
+                }
+                products::ragged(format).iter().for_each(|shape| products::run(lab, shape, out));
+                slots::run(lab, &products::experts(format), out);
+            }
         }));
     }
-    let (whole, experts) = shapes(subject);
+    let (whole, experts) = shapes(subject, arch);
     for shape in whole {
         steps.push(Box::new(move |lab, out| products::run(lab, &shape, out)));
     }
@@ -122,7 +129,7 @@ fn steps(subject: &Subject) -> Vec<Step<'_>> {
 }
 
 /// The shapes that the first and the last rank multiply, each once: single matrices and heads, then stacks of experts.
-fn shapes(subject: &Subject) -> (BTreeSet<Shape>, BTreeSet<Shape>) {
+fn shapes(subject: &Subject, arch: &str) -> (BTreeSet<Shape>, BTreeSet<Shape>) {
     let (c, tp) = (subject.checkpoint.config(), subject.tp);
     let (mut whole, mut experts) = (BTreeSet::new(), BTreeSet::new());
     let Ok(plan) = TpPlan::new(c, tp) else { return (whole, experts) }; // refused before anything runs
@@ -151,7 +158,8 @@ fn shapes(subject: &Subject) -> (BTreeSet<Shape>, BTreeSet<Shape>) {
                 true => (0, cols),
                 false => (slice.cols.start - slice.covered.start, slice.cols.end - slice.covered.start),
             };
-            let shape = Shape { ty, stack, rows, cols, own, odd: false, most: MODEL_ROWS };
+            let format = Format::of(ty, rows, cols, arch);
+            let shape = Shape { format, stack, rows, cols, own, odd: false, most: MODEL_ROWS };
             if param.kind.is_expert_stack() {
                 experts.insert(shape)
             } else {
@@ -162,14 +170,20 @@ fn shapes(subject: &Subject) -> (BTreeSet<Shape>, BTreeSet<Shape>) {
     (whole, experts)
 }
 
+/// The modules that are tried on a GPU: those that test the machine are the stage `host`'s, and old ones take no tiles.
+fn of_gpu(arch: &str) -> Vec<(&'static Unit, Option<Format>)> {
+    let fits = |format: &Option<Format>| geometry::has_tiles(arch) || !format.is_some_and(|format| format.tiled);
+    modules().filter(|(unit, format)| unit.name != OF_HOST && fits(format)).collect()
+}
+
 /// Every kernel of the manifest must have run, typed ones for every type: no data is never a pass.
 fn coverage(lab: &Lab<'_>) -> Check {
     let launched = lab.launched();
-    let missing: Vec<String> = modules()
-        .filter(|(unit, _)| unit.name != OF_HOST)
-        .flat_map(|(unit, ty)| unit.kernels.iter().map(move |kernel| (*kernel, ty)))
+    let missing: Vec<String> = of_gpu(&lab.gpu.arch)
+        .into_iter()
+        .flat_map(|(unit, format)| unit.kernels.iter().map(move |kernel| (*kernel, format)))
         .filter(|key| !launched.contains(key))
-        .map(|(kernel, ty)| ty.map_or(kernel.to_string(), |ty| format!("{kernel}<{ty}>")))
+        .map(|(kernel, format)| format.map_or(kernel.to_string(), |format| format!("{kernel}<{format}>")))
         .collect();
     match missing.len() {
         0 => Check::new("coverage", Verdict::Match, format!("every kernel of {} units ran", UNITS.len() - 1)),
@@ -182,9 +196,10 @@ mod tests {
     use super::*;
 
     /// The families that launch a kernel of each unit.
-    const SOURCES: [(&str, &[&str]); 8] = [
+    const SOURCES: [(&str, &[&str]); 9] = [
         ("matmul", &[include_str!("products.rs"), include_str!("slots.rs"), include_str!("pack.rs")]),
         ("pack", &[include_str!("pack.rs")]),
+        ("tiles", &[include_str!("pack.rs"), include_str!("products.rs"), include_str!("slots.rs")]),
         ("norm", &[include_str!("norms.rs")]),
         ("rows", &[include_str!("rows.rs"), include_str!("cache.rs"), include_str!("products.rs")]),
         ("attention", &[include_str!("attention.rs")]),

@@ -1,7 +1,7 @@
 //! Products with stored matrices: every type on ragged shapes, the model's types on its own shapes. The few-row and the
 //! many-row kernels against f64 and against the naive one, in both operand roundings.
 
-use lockstep_kernels::geometry::{self, Launch};
+use lockstep_kernels::geometry::{self, Launch, UNIT_COLS, UNIT_ROWS};
 use lockstep_reference::ndarray::{Array2, Axis, s};
 use lockstep_reference::{Arith, RefRecipe};
 
@@ -9,9 +9,9 @@ use super::case::{Case, Gone, check, rows_of};
 use super::lab::{Area, Lab, View, given};
 use super::random::Random;
 use super::weights::Stored;
-use crate::device::cuda::Rows;
+use crate::device::cuda::format::Format;
 use crate::device::cuda::gpu::GpuError;
-use crate::quant::QuantType;
+use crate::device::cuda::{Rows, Work, tile_product};
 use crate::report::Check;
 use crate::verify::floor::Floored;
 
@@ -22,11 +22,14 @@ const JUDGED: usize = 64;
 const KERNELS: [(&str, &[usize]); 5] =
     [("gemv_1", &[1]), ("gemv_2", &[1, 2]), ("gemv_4", &[3, 4]), ("gemv_8", &[5, 6, 7, 8]), ("gemm", &[1, 9, 33, 70])];
 
+/// The kernels of parts in tiles, which are one for each operand rounding.
+const PARTS: &str = "tile_parts";
+
 /// A shape to multiply.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Shape {
-    /// The type.
-    pub ty: QuantType,
+    /// The type, and how it lies.
+    pub format: Format,
     /// Matrices, one per group of x.
     pub stack: usize,
     /// Rows of each.
@@ -51,10 +54,20 @@ impl Shape {
     }
 }
 
-/// Ragged shapes of a type: rows that fill no tile, columns that fill no chunk, heads at a stride, covering blocks.
-pub fn ragged(ty: QuantType) -> Vec<Shape> {
-    let block = ty.block();
-    let shape = |stack, rows, cols, odd| Shape { ty, stack, rows, cols, own: (0, cols), odd, most: 70 };
+/// Ragged shapes of a format: rows that fill no tile, columns that fill no chunk, heads at a stride, covering blocks.
+pub fn ragged(format: Format) -> Vec<Shape> {
+    let block = format.ty.block();
+    let shape = |stack, rows, cols, odd| Shape { format, stack, rows, cols, own: (0, cols), odd, most: 70 };
+    if format.tiled {
+        // One unit; chunks of units that are not full, and more parts than warps; heads; covering blocks.
+        let covering = Shape { own: (block / 2, 3 * block - block / 4), ..shape(1, 48, 3 * block, false) };
+        return vec![
+            shape(1, 16, block, false),
+            shape(1, 2208, 9 * block, false),
+            shape(3, 32, 2 * block, true),
+            covering,
+        ];
+    }
     let mut shapes = vec![shape(1, 77, if block == 1 { 37 } else { 3 * block }, false), shape(1, 1, block, true)];
     shapes.push(shape(3, 20, 192usize.next_multiple_of(block), true));
     if block == 1 {
@@ -66,10 +79,14 @@ pub fn ragged(ty: QuantType) -> Vec<Shape> {
     shapes
 }
 
-/// A stack of experts of a type whose rows fill no tile.
-pub fn experts(ty: QuantType) -> Shape {
-    let cols = if ty.block() == 1 { 37 } else { 2 * ty.block() };
-    Shape { ty, stack: 4, rows: 70, cols, own: (0, cols), odd: ty.is_plain(), most: 0 }
+/// A stack of experts of a format; where it can, with rows that fill no tile.
+pub fn experts(format: Format) -> Shape {
+    let block = format.ty.block();
+    let (rows, cols) = match format.tiled {
+        true => (80, 3 * block),
+        false => (70, if block == 1 { 37 } else { 2 * block }),
+    };
+    Shape { format, stack: 4, rows, cols, own: (0, cols), odd: format.ty.is_plain(), most: 0 }
 }
 
 /// What products have at both operand roundings, as the reference has it.
@@ -205,8 +222,11 @@ fn not_finite(v: f64) -> bool {
 
 /// Every product kernel on one shape.
 pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
-    let name = |kernel: &str| format!("{kernel}<{}> {}", shape.ty, shape.name());
-    Product::check(|| product(lab, shape), &name, ("matmul_naive", shape.most), &KERNELS, out);
+    let name = |kernel: &str| format!("{kernel}<{}> {}", shape.format, shape.name());
+    // Tiles have kernels of their own for one row that starts at a whole load.
+    let tiled = shape.format.tiled && shape.stack == 1 && !shape.odd;
+    let kernels: Vec<_> = KERNELS.into_iter().chain(tiled.then_some((PARTS, &[1usize][..]))).collect();
+    Product::check(|| product(lab, shape), &name, ("matmul_naive", shape.most), &kernels, out);
 }
 
 /// `[n][groups][width]` with a gap behind every group and row; `odd` if neither starts at a whole load.
@@ -219,9 +239,9 @@ pub fn lay(n: usize, groups: usize, width: usize, odd: bool) -> View {
 
 /// Rows of x per token and matrix of the stack.
 fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuError> {
-    let Shape { ty, stack, rows, cols, own, odd, most } = *shape;
-    let name = format!("{ty} {}", shape.name());
-    let w = Stored::random(lab, &name, ty, [stack, rows, cols])?;
+    let Shape { format, stack, rows, cols, own, odd, most } = *shape;
+    let name = format!("{} {}", format.ty, shape.name());
+    let w = Stored::random(lab, &name, format, [stack, rows, cols])?;
     let mut x = Random::of(&format!("x {name}")).values(most * stack * cols);
     for group in x.chunks_exact_mut(cols) {
         group[..own.0].fill(0.0);
@@ -243,17 +263,41 @@ fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuErr
         // Behind the last row of x, and between rows, lies poison; the covering columns' zeros come from `widen`.
         let x = &x[..n * stack * cols];
         let area = if own == (0, cols) { lab.placed(from, x)? } else { widened(lab, shape, case, from, x)? };
+        let what = format!("n = {n}, recipe {recipe}");
+        if kernel == PARTS {
+            let kernel = ["tile_parts_strict", "tile_parts_fast"][recipe as usize];
+            let (work, launch) = in_parts(lab, &w, area.rows(), y.rows(), recipe)?;
+            let go = || lab.launch("tiles", Some(format), kernel, launch, &[Box::new(work)]);
+            return Ok(rows_of(&lab.values(case, &what, &y, &go)?, rows));
+        }
         let launch: Launch = match kernel {
             "gemm" => geometry::gemm(rows, n, stack),
             "matmul_naive" => geometry::threads(rows, n, stack),
             _ => geometry::gemv(rows, stack),
         };
         let args = given![w.matrix(), area.rows(), y.rows(), n, recipe];
-        let what = format!("n = {n}, recipe {recipe}");
-        let go = || lab.launch("matmul", Some(ty), kernel, launch, &args);
+        let go = || lab.launch("matmul", Some(format), kernel, launch, &args);
         Ok(rows_of(&lab.values(case, &what, &y, &go)?, rows))
     });
     Ok(Product { shape, x, groups: stack, used: Box::new(|_| true), floors, run })
+}
+
+/// A matrix as parts side by side that are not equally tall, and the launch that the engine would choose.
+fn in_parts(lab: &Lab<'_>, w: &Stored, x: Rows, y: Rows, recipe: i32) -> Result<(Work, Launch), GpuError> {
+    let (tiles, units) = (w.rows / UNIT_ROWS, w.cols / UNIT_COLS);
+    let cuts = [0, tiles / 2, tiles / 2, tiles - tiles / 8, tiles];
+    let mut work = Work { units: units as i32, stack: 1, slots: 1, x: x.at, y: y.at, ..Work::default() };
+    for (part, ends) in cuts.windows(2).enumerate() {
+        (work.at[part], work.tiles[part]) = (w.tile(ends[0] * UNIT_ROWS), (ends[1] - ends[0]) as i32);
+    }
+    Ok((work, tile_launch(lab, w, units, tiles, recipe)?))
+}
+
+/// The launch of a product with tiles.
+pub fn tile_launch(lab: &Lab<'_>, w: &Stored, units: usize, jobs: usize, recipe: i32) -> Result<Launch, GpuError> {
+    let launch = tile_product(w.format.ty, units, recipe == 1).launch(jobs, lab.gpu.multiprocessors()?);
+    launch
+        .ok_or_else(|| GpuError::Driver { what: "a product with tiles".into(), error: "x does not fit a block".into() })
 }
 
 /// The rank's own columns, put between zeros by the kernel that the engine uses for it.

@@ -1,17 +1,17 @@
 //! Products with the matrices of chosen experts: slot by slot, sorted by expert, and gate, up and SwiGLU in one. Ids are
 //! hostile: none, behind the last expert, the same one many times.
 
-use lockstep_kernels::geometry::{self, Launch, TILE};
+use lockstep_kernels::geometry::{self, Launch, TILE, UNIT_COLS, UNIT_ROWS};
 use lockstep_reference::ndarray::{Array2, Axis};
 use lockstep_reference::{Arith, ops};
 
 use super::case::{Case, check, rows_of};
-use super::lab::{Lab, given};
-use super::products::{Floors, Product, Run, Shape, lay};
+use super::lab::{Area, Lab, given};
+use super::products::{Floors, Product, Run, Shape, lay, tile_launch};
 use super::random::Random;
 use super::weights::Stored;
-use crate::device::cuda::Rows;
 use crate::device::cuda::gpu::GpuError;
+use crate::device::cuda::{Rows, Work};
 use crate::report::Check;
 
 /// Slots of a token.
@@ -20,6 +20,8 @@ const SLOTS: usize = 5;
 const TOKENS: usize = 40;
 /// Rows of W that the host multiplies.
 const JUDGED: usize = 48;
+/// The kernels of gate and up in tiles, which are one for each operand rounding.
+const GATE_UP: &str = "tile_gate_up";
 /// Fast kernels and the numbers of tokens that they take.
 const KERNELS: [(&str, &[usize]); 2] = [("gemv_slots", &[1, 3, 8]), ("gemm_slots", &[9, TOKENS])];
 
@@ -57,16 +59,20 @@ pub fn sorted(ids: &[i32], experts: usize, tile: usize) -> (Vec<[i32; 3]>, Vec<i
 /// The slot kernels on a shape, whose stack is the experts.
 pub fn run(lab: &Lab<'_>, shape: &Shape, out: &mut Vec<Check>) {
     let name =
-        |kernel: &str| format!("{kernel}<{}> {} experts of {} x {}", shape.ty, shape.stack, shape.rows, shape.cols);
+        |kernel: &str| format!("{kernel}<{}> {} experts of {} x {}", shape.format, shape.stack, shape.rows, shape.cols);
     Product::check(|| product(lab, shape), &name, ("slots_naive", TOKENS), &KERNELS, out);
-    out.push(check(name("gemv_gate_up"), |case| gate_up(lab, shape, case)));
+    out.push(check(name("gemv_gate_up"), |case| gate_up(lab, shape, "gemv_gate_up", case)));
+    if shape.format.tiled {
+        out.push(check(name(GATE_UP), |case| gate_up(lab, shape, GATE_UP, case)));
+        out.push(check(name("tile_down"), |case| down(lab, shape, case)));
+    }
 }
 
 /// Rows of x per slot; rows of the result that a kernel leaves out are zeros here.
 fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuError> {
-    let Shape { ty, stack, rows, cols, odd, .. } = *shape;
-    let name = format!("slots {ty} {}", shape.name());
-    let w = Stored::random(lab, &name, ty, [stack, rows, cols])?;
+    let Shape { format, stack, rows, cols, odd, .. } = *shape;
+    let name = format!("slots {} {}", format.ty, shape.name());
+    let w = Stored::random(lab, &name, format, [stack, rows, cols])?;
     let all_ids = hostile(stack, TOKENS);
     let x = Random::of(&format!("x {name}")).values(TOKENS * SLOTS * cols);
     let judged = w.sampled(JUDGED);
@@ -98,7 +104,7 @@ fn product<'a>(lab: &'a Lab<'a>, shape: &'a Shape) -> Result<Product<'a>, GpuErr
             "slots_naive" => geometry::threads(rows, ids.len(), 1),
             _ => geometry::gemv(rows, ids.len()),
         };
-        let seen = lab.thrice(&[&y], &|| lab.launch("matmul", Some(ty), kernel, launch, &args))?;
+        let seen = lab.thrice(&[&y], &|| lab.launch("matmul", Some(format), kernel, launch, &args))?;
         // Sorted slots without an expert are left out: their places keep what they had.
         let wanted = |s: usize| kernel != "gemm_slots" || has_expert[s];
         let words = to.words();
@@ -138,12 +144,12 @@ fn by_expert(ids: &[i32], experts: usize, width: usize, of: &dyn Fn(usize, &[usi
 }
 
 /// Gate, up and SwiGLU in one kernel; a token's slots share its x.
-fn gate_up(lab: &Lab<'_>, shape: &Shape, case: &mut Case) -> Result<(), GpuError> {
+fn gate_up(lab: &Lab<'_>, shape: &Shape, kernel: &'static str, case: &mut Case) -> Result<(), GpuError> {
     const MOST: usize = 8;
-    let Shape { ty, stack, rows, cols, odd, .. } = *shape;
-    let name = format!("gate {} {}", ty, shape.name());
-    let gate = Stored::random(lab, &name, ty, [stack, rows, cols])?;
-    let up = Stored::random(lab, &format!("up {name}"), ty, [stack, rows, cols])?;
+    let Shape { format, stack, rows, cols, odd, .. } = *shape;
+    let name = format!("gate {} {}", format.ty, shape.name());
+    let gate = Stored::random(lab, &name, format, [stack, rows, cols])?;
+    let up = Stored::random(lab, &format!("up {name}"), format, [stack, rows, cols])?;
     let ids = hostile(stack, MOST);
     // Scaled so that the gate is neither shut nor a straight line.
     let judged = gate.sampled(JUDGED);
@@ -159,19 +165,76 @@ fn gate_up(lab: &Lab<'_>, shape: &Shape, case: &mut Case) -> Result<(), GpuError
         })
     };
     let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
-    for n in [1, 2, MOST] {
+    for n in if kernel == GATE_UP { vec![1] } else { vec![1, 2, MOST] } {
         for recipe in [0i32, 1] {
             let area = lab.placed(lay(n, 1, cols, odd), &x[..n * cols])?;
             let (y, id_area) = (lab.room(lay(n, SLOTS, rows, odd))?, lab.ints(&ids[..n * SLOTS])?);
             let xs = Rows { group: 0, ..area.rows() };
-            let args = given![gate.matrix(), up.matrix(), stack, id_area, SLOTS, xs, y.rows(), recipe];
-            let launch = geometry::gemv(rows, n * SLOTS);
             let what = format!("n = {n}, recipe {recipe}");
-            let go = || lab.launch("matmul", Some(ty), "gemv_gate_up", launch, &args);
+            let args = given![gate.matrix(), up.matrix(), stack, id_area, SLOTS, xs, y.rows(), recipe];
+            let go = || {
+                if kernel == GATE_UP {
+                    let kernel = ["tile_gate_up_strict", "tile_gate_up_fast"][recipe as usize];
+                    let (at, tiles) = ([gate.tile(0), up.tile(0), 0, 0], rows / UNIT_ROWS);
+                    let work = Work { at, y_group: y.rows().group, ..slots_of(&gate, &id_area, xs, y.rows()) };
+                    let launch = tile_launch(lab, &gate, cols / UNIT_COLS, SLOTS * tiles, recipe)?;
+                    return lab.launch("tiles", Some(format), kernel, launch, &[Box::new(work)]);
+                }
+                lab.launch("matmul", Some(format), "gemv_gate_up", geometry::gemv(rows, n * SLOTS), &args)
+            };
             let all = rows_of(&lab.values(case, &what, &y, &go)?, rows);
             floors.judge(case, n, recipe, &all);
             no_idle(case, &what, &all, &ids, stack);
         }
+    }
+    Ok(())
+}
+
+/// What the kernels of chosen experts in tiles are made of, of the first token's slots.
+fn slots_of(w: &Stored, ids: &Area, x: Rows, y: Rows) -> Work {
+    let tiles = [(w.rows / UNIT_ROWS) as i32, 0, 0, 0];
+    let (units, stack) = ((w.cols / UNIT_COLS) as i32, w.stack as i32);
+    let at = [w.tile(0), 0, 0, 0];
+    Work { at, tiles, units, stack, slots: SLOTS as i32, x: x.at, ids: ids.at(0), y: y.at, ..Work::default() }
+}
+
+/// Down projections of one token's slots, weighted and added in one kernel: against the reference, with a slot's NaN that
+/// is nobody's, and once without any expert.
+fn down(lab: &Lab<'_>, shape: &Shape, case: &mut Case) -> Result<(), GpuError> {
+    let Shape { format, stack, rows, cols, .. } = *shape;
+    let name = format!("down {} {}", format.ty, shape.name());
+    let w = Stored::random(lab, &name, format, [stack, rows, cols])?;
+    let ids = [stack as i32 - 1, -1, 0, i32::MAX, 0];
+    let mut random = Random::of(&format!("x {name}"));
+    let (x, weights) = (random.values(SLOTS * cols), random.values(SLOTS));
+    let judged = w.sampled(JUDGED);
+    let values: Vec<Array2<f32>> = (0..stack).map(|e| w.values(e, &judged)).collect();
+    let op = |a: Arith, x: &Array2<f64>| {
+        let by_slot = by_expert(&ids, stack, judged.len(), &|e, slots| {
+            a.weigh(x.select(Axis(0), slots).view(), values[e].view())
+        });
+        let weights = Array2::from_shape_fn((1, SLOTS), |(_, s)| f64::from(weights[s]));
+        weights.dot(&by_slot)
+    };
+    let floors = Floors::new(lab.tp, &rows_of(&x, cols), &judged, &op);
+    let by = lab.floats(&weights)?;
+    let run = |case: &mut Case, what: &str, ids: &[i32], x: &[f32], recipe: i32| -> Result<Array2<f64>, GpuError> {
+        let (area, id_area, y) = (lab.floats(x)?, lab.ints(ids)?, lab.room(lay(1, 1, rows, false))?);
+        let work = Work { weights: by.at(0), ..slots_of(&w, &id_area, area.rows(), y.rows()) };
+        let launch = tile_launch(lab, &w, SLOTS * cols / UNIT_COLS, rows / UNIT_ROWS, recipe)?;
+        let kernel = ["tile_down_strict", "tile_down_fast"][recipe as usize];
+        let go = || lab.launch("tiles", Some(format), kernel, launch, &[Box::new(work)]);
+        Ok(rows_of(&lab.values(case, what, &y, &go)?, rows))
+    };
+    for recipe in [0i32, 1] {
+        let clean = run(case, &format!("recipe {recipe}"), &ids, &x, recipe)?;
+        floors.judge(case, 1, recipe, &clean);
+        let mut planted = x.clone();
+        planted[cols] = f32::NAN; // the second slot has no expert
+        let found = run(case, &format!("recipe {recipe}, NaN in an idle slot"), &ids, &planted, recipe)?;
+        case.holds(found == clean, || format!("recipe {recipe}: a slot without an expert changes the sum"));
+        let none = run(case, &format!("recipe {recipe}, no expert"), &[-1; SLOTS], &x, recipe)?;
+        case.holds(none.iter().all(|v| *v == 0.0), || format!("recipe {recipe}: without experts the sum is not zero"));
     }
     Ok(())
 }

@@ -2,12 +2,13 @@
 //! finite and of a size that sums do not overflow. Minima are random too, so that one of the wrong sign is seen.
 
 use half::{bf16, f16};
-use lockstep_kernels::geometry;
+use lockstep_kernels::geometry::{self, UNIT_COLS, UNIT_ROWS};
 use lockstep_reference::ndarray::Array2;
 
 use super::lab::{Area, Lab, given};
 use super::random::Random;
 use crate::device::cuda::MatrixArg;
+use crate::device::cuda::format::Format;
 use crate::device::cuda::gpu::GpuError;
 use crate::device::cuda::memory::PLANE_ROOM;
 use crate::quant::{QuantType, dequantise};
@@ -79,8 +80,8 @@ pub fn blocks(random: &mut Random, ty: QuantType, count: usize) -> Vec<u8> {
 
 /// A stack of matrices on the GPU, and its bytes here.
 pub struct Stored {
-    /// Its type.
-    pub ty: QuantType,
+    /// Its type, and how it lies there.
+    pub format: Format,
     /// Matrices.
     pub stack: usize,
     /// Rows of each.
@@ -89,40 +90,52 @@ pub struct Stored {
     pub cols: usize,
     /// The file's bytes.
     pub bytes: Vec<u8>,
-    planes: Area,
+    area: Area,
 }
 
 impl Stored {
     /// Random matrices, repacked on the GPU by the kernel that loading uses.
-    pub fn random(lab: &Lab<'_>, name: &str, ty: QuantType, shape: [usize; 3]) -> Result<Self, GpuError> {
+    pub fn random(lab: &Lab<'_>, name: &str, format: Format, shape: [usize; 3]) -> Result<Self, GpuError> {
         let [stack, rows, cols] = shape;
+        let ty = format.ty;
         let bytes = blocks(&mut Random::of(name), ty, stack * rows * cols / ty.block());
-        let (file, planes) = (lab.bytes(&bytes)?, lab.poisoned((bytes.len() + PLANE_ROOM).div_ceil(4))?);
-        let stored = Stored { ty, stack, rows, cols, bytes, planes };
-        let args = given![file, stored.planes, 0i64, stored.bytes.len() as i64, stored.blocks()];
-        lab.launch("pack", Some(ty), "repack", geometry::each(stored.bytes.len()), &args)?;
-        lab.gpu.synchronise(&|| format!("repack<{ty}>"))?;
+        let (file, area) = (lab.bytes(&bytes)?, lab.poisoned((bytes.len() + PLANE_ROOM).div_ceil(4))?);
+        let stored = Stored { format, stack, rows, cols, bytes, area };
+        if format.tiled {
+            let (units, all) = (cols / UNIT_COLS, stack * rows / UNIT_ROWS * (cols / UNIT_COLS));
+            let args = given![file, stored.area, 0i64, all as i64, units];
+            lab.launch("tiles", Some(format), "tile_pack", geometry::tile_pack(all), &args)?;
+        } else {
+            let args = given![file, stored.area, 0i64, stored.bytes.len() as i64, stored.blocks()];
+            lab.launch("pack", Some(format), "repack", geometry::each(stored.bytes.len()), &args)?;
+        }
+        lab.gpu.synchronise(&|| format!("repacking {format}"))?;
         Ok(stored)
     }
 
     /// Blocks of the whole stack.
     pub fn blocks(&self) -> i64 {
-        (self.stack * self.rows * self.cols / self.ty.block()) as i64
+        (self.stack * self.rows * self.cols / self.format.ty.block()) as i64
     }
 
     /// As kernels take it.
     pub fn matrix(&self) -> MatrixArg {
-        MatrixArg { planes: self.planes.at(0), blocks: self.blocks(), rows: self.rows as i32, cols: self.cols as i32 }
+        MatrixArg { planes: self.area.at(0), blocks: self.blocks(), rows: self.rows as i32, cols: self.cols as i32 }
+    }
+
+    /// Where row `row` of all starts, in tiles: it begins one.
+    pub fn tile(&self, row: usize) -> u64 {
+        self.area.at(0) + (row * self.format.ty.row_bytes(self.cols)) as u64
     }
 
     /// Values of some rows of matrix `index`, as the CPU expands them.
     pub fn values(&self, index: usize, rows: &[usize]) -> Array2<f32> {
-        let each = self.ty.row_bytes(self.cols);
+        let each = self.format.ty.row_bytes(self.cols);
         let mut out = Array2::zeros((rows.len(), self.cols));
         for (mut values, row) in out.rows_mut().into_iter().zip(rows) {
             let at = (index * self.rows + row) * each;
             let mut expanded = vec![0.0; self.cols];
-            if dequantise(self.ty, &self.bytes[at..at + each], &mut expanded).is_err() {
+            if dequantise(self.format.ty, &self.bytes[at..at + each], &mut expanded).is_err() {
                 expanded.fill(f32::NAN); // a row that cannot be expanded matches nothing
             }
             values.iter_mut().zip(expanded).for_each(|(to, v)| *to = v);

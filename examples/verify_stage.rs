@@ -29,6 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         baseline: None,
         engines: Box::new(CpuBackend::default()),
         recipe: RefRecipe::Strict,
+        convention: None,
         guessed: false,
         tp: 4,
         attention: Attention::Dsa,

@@ -87,7 +87,7 @@ template <int N> static __device__ __forceinline__ void gemv_body(Matrix w, Rows
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
+extern "C" __global__ void __launch_bounds__(256, Reader<TYPE>::RESIDENT) gemv_1(Matrix w, Rows x, Rows y, int n, int recipe) {
     begin();
     gemv_body<1>(w, x, y, n, recipe);
 }
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) gemv_8(Matrix w, Row
 
 // Slots of chosen experts: slot s = t * slots + j multiplies matrix ids[s]; its x is group j of row t, its y group j of
 // row t. Slots without an expert (id out of range) give zeros. Grid: (rows / warps, tokens * slots).
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, Reader<TYPE>::RESIDENT)
     gemv_slots(Matrix w, int stack, const i32 *ids, int slots, Rows x, Rows y, int recipe) {
     begin();
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, s = blockIdx.y, t = s / slots, j = s % slots;

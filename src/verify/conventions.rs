@@ -9,7 +9,7 @@ use lockstep_reference::ndarray::{Array2, ArrayD};
 use lockstep_reference::{RefOptions, Variant, points};
 
 use super::floor::Energy;
-use super::op::{OpFinding, judge_op};
+use super::op::judge_op;
 use super::replay::{Judge, Recomputed, Seen, Unjudged};
 use super::{Subject, VerifyError};
 use crate::model::{Layout, Place, Point};
@@ -109,25 +109,6 @@ pub(super) fn fitting(
         return Ok(Some(reading));
     }
     trial.reading(&|_| true, true)
-}
-
-/// As [`fitting`], of sequences that were written as one: a place behind which positions do not count says nothing of them
-/// by itself, but where its operation spans what turns vectors, those behind it do.
-///
-/// # Errors
-/// Weights that cannot be read.
-pub(super) fn restarting(
-    judge: &Judge<'_>,
-    trace: &Trace,
-    found: &[OpFinding],
-    subject: &Subject,
-) -> Result<Option<Reading>, VerifyError> {
-    let mut bad = found.iter().filter(|f| f.verdict == Verdict::Divergent);
-    let spans = bad.next().is_some_and(|first| first.over.iter().any(|place| hangs_on_positions(place.point)));
-    match bad.find(|f| spans && hangs_on_positions(f.place.point) && f.over.is_empty()) {
-        Some(f) => Trial { judge, trace, place: f.place, subject }.reading(&|c| c == Convention::Sequences, true),
-        None => Ok(None),
-    }
 }
 
 /// A convention, in words, and the places that follow it.
@@ -252,12 +233,7 @@ impl Trial<'_> {
             all.push((Convention::HeadsFirst, format!("{} has heads before tokens", point.name()), trace));
         }
         // Hidden states that are counted from the embedding, or all of a layer.
-        let kinds: &[bool] = match point {
-            Output => &[true, false],
-            Input => &[false],
-            _ => &[],
-        };
-        for alone in kinds.iter().copied() {
+        if let (Output | Input, alone) = (point, point == Output) {
             for (by, how) in [(-1, "too high"), (1, "too low")] {
                 let renumbered = |c: &Captured| {
                     let Some(own) = c.place.layer().filter(|_| !alone || c.place.point == point) else {
@@ -375,8 +351,8 @@ impl Trial<'_> {
             if self.trace.ranks(other).is_none() {
                 // It was not captured: made from what is there beside the place itself.
                 if Unjudged::or_none(self.holds_what(&rest, other))?.unwrap_or(false) {
-                    all.push((convention, note.clone(), self.with_copies(BTreeSet::from([self.place]))));
-                    all.push((convention, note, self.with_copies(places().collect())));
+                    all.push((convention, note.clone(), BTreeSet::from([self.place])));
+                    all.push((convention, note, places().collect()));
                 }
                 continue;
             }
@@ -390,18 +366,14 @@ impl Trial<'_> {
             let alike = |place: &Place| shift(*place).is_some_and(|other| self.holds(*place, other));
             let mut without: BTreeSet<Place> = places().filter(alike).collect();
             without.insert(self.place);
-            all.push((convention, note, self.with_copies(without)));
+            // What one layer gives is what the next one takes: a copy, which is no second witness.
+            let copies: Vec<Place> = without.iter().filter_map(|place| neighbour(*place)).collect();
+            let is_copy = |copy: &Place| without.iter().any(|place| self.holds(*place, *copy));
+            let copies: Vec<Place> = copies.into_iter().filter(is_copy).collect();
+            without.extend(copies);
+            all.push((convention, note, without));
         }
         Ok(all)
-    }
-
-    /// Places, and beside them their copies: what one layer gives is what the next one takes, which is no second witness.
-    fn with_copies(&self, mut places: BTreeSet<Place>) -> BTreeSet<Place> {
-        let copies: Vec<Place> = places.iter().filter_map(|place| neighbour(*place)).collect();
-        let is_copy = |copy: &Place| places.iter().any(|place| self.holds(*place, *copy));
-        let copies: Vec<Place> = copies.into_iter().filter(is_copy).collect();
-        places.extend(copies);
-        places
     }
 
     /// True where two places were captured with the same values.

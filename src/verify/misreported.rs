@@ -46,7 +46,7 @@ impl Misreported {
             }
         }
         let mut mended = self.mended.take().unwrap_or_else(|| trace.clone());
-        if Unjudged::or_none(mend(judge, &mut mended, &finding))?.is_some() {
+        if Unjudged::or_none(mend(judge, &mut mended, place))?.is_some() {
             self.bad.insert(place);
         }
         self.mended = Some(mended);
@@ -54,19 +54,10 @@ impl Misreported {
     }
 }
 
-/// Puts into a trace, at the judged rows of a place, what the reference computes from the place's own inputs; or, where only
-/// some ranks' copies are wrong, another rank's.
-fn mend(judge: &Judge<'_>, trace: &mut Trace, finding: &OpFinding) -> Result<(), Unjudged> {
-    let (place, bad) = (finding.place, &finding.ranks);
+/// Puts into a trace, at the judged rows of a place, what the reference computes from the place's own inputs.
+fn mend(judge: &Judge<'_>, trace: &mut Trace, place: Place) -> Result<(), Unjudged> {
     let judge = judge.at(place.point);
     let no_data = |why: &str| Unjudged::NoData(why.into());
-    let right = (0..trace.tp).find(|rank| !bad.is_empty() && !bad.contains(rank));
-    if let (Layout::Replicated, Some(right), false) = (place.point.layout(), right, place.point.is_choice()) {
-        let copy = trace.ranks(place).ok_or_else(|| no_data("not captured"))?[right].clone();
-        let (values, width) = (copy.as_f32(), copy.row_len());
-        let row = |_: usize, i: usize| values[judge.rows[i] * width..(judge.rows[i] + 1) * width].to_vec();
-        return trace.set_rows(place, judge.rows, &row).ok_or_else(|| no_data("captured in another shape"));
-    }
     if place.point.is_choice() || place.point.layout() == Layout::Partial && trace.tp > 1 {
         return Err(no_data("a choice, and an addend, are not what one rank sees alone"));
     }

@@ -169,10 +169,7 @@ fn of_dump<'a>(
         let mut found = judge_dump(judge, &trace, places, subject, progress)?;
         let first = found.iter().find(|f| f.verdict == Verdict::Divergent).map(|f| f.place);
         let reading = match first.filter(|_| read.len() < MOST_CONVENTIONS) {
-            Some(place) => match conventions::fitting(judge, &trace, place, subject)? {
-                Some(reading) => Some((place, reading)),
-                None => conventions::restarting(judge, &trace, &found, subject)?.map(|reading| (place, reading)),
-            },
+            Some(place) => conventions::fitting(judge, &trace, place, subject)?.map(|reading| (place, reading)),
             None => None,
         };
         match reading {

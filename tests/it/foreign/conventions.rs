@@ -1,7 +1,7 @@
 //! What is said of a capture beforehand, and what is known of the release that made a dump.
 
 use lockstep::model::{Place, Point};
-use lockstep::probe::{Trace, Values};
+use lockstep::probe::Trace;
 use lockstep::report::{StageReport, Verdict};
 use lockstep::verify::conventions::Convention;
 use lockstep::verify::{Subject, activations};
@@ -111,44 +111,4 @@ fn a_release_that_is_known_to_be_wrong_is_suspect() {
         assert!(verdict == Verdict::Divergent && detail.contains(&said) == suspect, "{producer}: {detail}");
     }
     assert_eq!(named(by_halves, RECIPE), (place.to_string(), "indexer_rope_style=half-split".into(), "CONFIG_VALUE"));
-}
-
-/// Where the layers before a place were not captured, what the place holds is judged over all of them: the same captures are
-/// told, and a value that is none of them is accused.
-#[test]
-fn captures_of_some_layers_are_not_laid_on_the_engine() {
-    let whole = dump(RECIPE);
-    let last = of().checkpoint.config().layers - 1;
-    let cut = |trace: &Trace| {
-        trace.only(|place| place.layer().is_none_or(|l| l == last) || place == Place::trunk(last - 1, Point::Output))
-    };
-    let border = [Place::trunk(last - 1, Point::Output), Place::trunk(last, Point::Input)];
-    let lost = values(&whole, Place::trunk(last - 1, Point::FfnOut)).expect("there");
-    let apart = border.into_iter().fold(whole.clone(), |trace, place| with_values(&trace, place, &lost));
-    let odd: Vec<f32> = values(&whole, border[0]).expect("there").iter().map(|v| v * 1.05).collect();
-    let accused = border.into_iter().fold(whole.clone(), |trace, place| with_values(&trace, place, &odd));
-    for (target, words) in [(&apart, "without the residual"), (&accused, "")] {
-        let report = judged(cut(target), RECIPE);
-        let (verdict, said) = (report.verdict(), report.checks.iter().any(|c| c.detail.contains("CAPTURE")));
-        match words {
-            "" => assert!(verdict == Verdict::Divergent && !said, "{}", show(&report)),
-            _ => assert!(verdict == Verdict::Drift && said, "{}", show(&report)),
-        }
-    }
-}
-
-/// Behind an odd rank's copy the others' value is what was gone on with.
-#[test]
-fn what_follows_an_odd_copy_is_acquitted() {
-    let (whole, place, tp) = (dump(RECIPE), Place::trunk(2, Point::AttnOut), 4);
-    let target = super::weights::ranks(&whole, &of(), tp, &|rank, _, one| {
-        if let (true, 1, Values::F32(values)) = (one.place == place, rank, &mut one.values) {
-            values.iter_mut().for_each(|v| *v *= 1.25);
-        }
-    });
-    let of = Subject { target: Some(target), recipe: RECIPE, tp, ..of() };
-    let report = activations::run(&of, &Silent).expect("runs");
-    assert_eq!(bad(&report), [place.to_string().as_str()], "{}", show(&report));
-    let (_, detail) = check(&report, &place.to_string());
-    assert!(detail.contains("ranks disagree: rank 1 of 4 against the others, which are right"), "{detail}");
 }

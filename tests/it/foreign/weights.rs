@@ -131,7 +131,7 @@ fn another_layers_keys_and_values_are_named() {
 
 /// A dump of several ranks: sharded rows are cut, everything else is every rank's; addends, which nobody captured, are left
 /// out.
-pub(super) fn ranks(whole: &Trace, of: &Subject, tp: usize, change: &dyn Fn(usize, &Captured, &mut Captured)) -> Trace {
+fn ranks(whole: &Trace, of: &Subject, tp: usize, change: &dyn Fn(usize, &Captured, &mut Captured)) -> Trace {
     let config = of.checkpoint.config();
     let cut = |rank: usize| {
         let kept =

@@ -70,14 +70,14 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;
 // Chunks of eight units on their way; two blocks of a multiprocessor share its memory.
 constexpr int STAGES = UNIT < 3000 ? 4 : 3, CHUNK = WARPS * UNIT;
 constexpr float UP = 1.2676506002282294e30f;       // 2^100
-constexpr float DOWN_AGAIN = 1.16415321826934814e-10f; // 2^-33: a code's 2^-133 times `UP`
+constexpr float BACK = 1.16415321826934814e-10f; // 2^-33: a code's 2^-133 times `UP`
 
 // Bytes of shared memory: the ring, its barriers, sums of warps (twice, of gate and up), room for a sum over the block.
 constexpr int FIXED = STAGES * CHUNK + 16 * STAGES + 4 * 2 * 2 * WARPS * 16 + 128;
 
 #if __CUDA_ARCH__ >= 900
 
-// x to shared memory: PARTS_OF_X planes of bf16, scaled, and the sums of the groups in the scale of the products.
+// x to shared memory: P planes of bf16, scaled, and the sums of the groups in the scale of the products.
 template <int P> static __device__ __forceinline__ void take_x(const float *x, int cols, u8 *to, float *sums) {
     constexpr int AT_ONCE = 6;
     for (int start = threadIdx.x * 4; start < cols; start += AT_ONCE * THREADS * 4) {
@@ -109,7 +109,7 @@ template <int P> static __device__ __forceinline__ void take_x(const float *x, i
             for (int p = 0; p < P; ++p) *(Pair *)(to + (p * cols + i) * 2) = Pair{half[p][0], half[p][1]};
 #pragma unroll
             for (int step = GROUP / 8; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-            if (i % GROUP == 0) sums[i / GROUP] = sum * DOWN_AGAIN;
+            if (i % GROUP == 0) sums[i / GROUP] = sum * BACK;
         }
     }
 }
@@ -136,14 +136,19 @@ static __device__ __forceinline__ float six(u32 w, int at) {
     return __uint_as_float(((w >> at) & 63u) | 0x4b000000u) - 8388608.0f;
 }
 
+// The nibble words of a lane.
+static __device__ __forceinline__ void nibble_words(Quad (&a)[4], u32 at, int lane) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) a[q] = shared_quad(at + q * 512 + lane * 16);
+}
+
 // One unit at `at` in shared memory, times x: what it adds to the two rows of the lane. `taken` is called when the unit is
 // in registers.
 template <int P, class Taken>
 static __device__ __forceinline__ void multiply(Tiles<Q4_K>, Operand &b, u32 at, int unit, const Lane &l, float (&row)[2],
                                                 Taken taken) {
     Quad a[4];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) a[q] = shared_quad(at + q * 512 + l.lane * 16);
+    nibble_words(a, at, l.lane);
     const Pair s = shared_pair(at + 2048 + l.lane * 8), sums = shared_pair(l.sums + unit * (256 / GROUP * 4));
     taken();
     float acc[4][4] = {};
@@ -184,8 +189,7 @@ template <int P, class Taken>
 static __device__ __forceinline__ void multiply(Tiles<Q6_K>, Operand &b, u32 at, int unit, const Lane &l, float (&row)[2],
                                                 Taken taken) {
     Quad a[4], bits[2];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) a[q] = shared_quad(at + q * 512 + l.lane * 16);
+    nibble_words(a, at, l.lane);
 #pragma unroll
     for (int q = 0; q < 2; ++q) bits[q] = shared_quad(at + 2048 + q * 512 + l.lane * 16);
     const Pair s = shared_pair(at + 3072 + l.lane * 8);
@@ -363,7 +367,7 @@ template <int KIND, int P> static __device__ __forceinline__ void product(const 
             const int pass = PASSES == 2 ? lane / 16 : 0, i = lane % 16;
             float sum = 0.0f;
             for (int v = 0; v < WARPS; ++v) sum += mine[(pass * WARPS + v) * 16 + i];
-            sum *= 1.0f / DOWN_AGAIN;
+            sum *= 1.0f / BACK;
             if (KIND == GATE_UP) {
                 const float up = __shfl_down_sync(~0u, sum, 16);
                 float *to = w.y + job / w.tiles[0] * w.y_group + job % w.tiles[0] * 16;

@@ -167,7 +167,12 @@ mod kernels {
 
     #[test]
     fn are_listed_without_a_driver() {
-        run(&mut kernels(&["list"])).exits(0).says("matmul<type>").says("tiles<type tiles>").says("gemv_1").says("sm_90a");
+        run(&mut kernels(&["list"]))
+            .exits(0)
+            .says("matmul<type>")
+            .says("tiles<type tiles>")
+            .says("gemv_1")
+            .says("sm_90a");
         let document = json(&run(&mut kernels(&["list", "--json"])).exits(0));
         let count = |key: &str| document[key].as_array().map_or(0, Vec::len);
         assert_eq!((count("archs"), count("types"), count("tiled"), count("units")), (4, 22, 2, 10));

@@ -27,7 +27,7 @@ impl CudaDevice {
         let (from, mut to) = (self.rows(x), self.rows(out));
         for parts in self.weights[w.0].runs() {
             let rows: usize = parts.iter().map(|part| part.rows).sum();
-            if n != 1 || x.heads != 1 || !self.tile_parts(parts, from, to, operand)? {
+            if n > GEMV_ROWS || x.heads != 1 || !self.tile_parts(parts, from, to, operand, n)? {
                 let mut to = to;
                 for part in parts {
                     self.product(part, from, to, operand, n, x.heads)?;
@@ -248,7 +248,7 @@ impl CudaDevice {
         let [gate, up] = &gate_up[..] else {
             return Err(self.error(format!("gate and up: expected 2 parts, found {}", gate_up.len())));
         };
-        if n == 1 && self.tile_gate_up([gate, up], ids, slots, operand, from, self.rows(out))? {
+        if n <= GEMV_ROWS && self.tile_gate_up([gate, up], ids, slots, operand, from, self.rows(out), n)? {
             return Ok(());
         }
         if n <= GEMV_ROWS && gate.format == up.format {
@@ -285,8 +285,8 @@ impl CudaDevice {
     ) -> Done {
         let (part, ids, slots) = (&self.weights[w.0].parts[0], &self.indices[ids.0], x.heads);
         let from = self.widened(part, self.rows(x), n, slots)?;
-        let by = self.rows(weights).at;
-        if n == 1 && self.tile_down(part, ids, slots, operand, from, by, self.rows(out))? {
+        let by = self.rows(weights);
+        if n <= GEMV_ROWS && self.tile_down(part, ids, slots, operand, from, by, self.rows(out), n)? {
             return Ok(());
         }
         let rows = self.scratch("down", 4 * n * slots * part.rows)?;

@@ -1,5 +1,6 @@
-//! Products with one row of x whose weights lie in tiles. Each says whether it did it: rows that do not start at a whole
-//! load, or do not fit the shared memory of a block, are left to the kernels that take anything.
+//! Products with few rows of x whose weights lie in tiles, a launch for each row: even eight are sooner done one by one than
+//! together by the kernels that take anything. Each product says whether it did it: rows that do not start at a whole load,
+//! or do not fit the shared memory of a block, are left to those.
 
 use lockstep_kernels::geometry::{TILE_PARTS, TileProduct, UNIT_COLS, UNIT_ROWS};
 
@@ -48,20 +49,54 @@ pub(crate) fn tile_product(ty: QuantType, units: usize, fast: bool) -> TileProdu
     TileProduct { unit: UNIT_ROWS * ty.row_bytes(UNIT_COLS), group, units, planes: if fast { 1 } else { 3 } }
 }
 
+/// Bytes from what belongs to a row to what belongs to the next.
+#[derive(Clone, Copy, Default)]
+struct Steps {
+    x: u64,
+    y: u64,
+    ids: u64,
+    weights: u64,
+}
+
+impl Work {
+    /// The same for row `t`.
+    fn row(self, t: usize, by: Steps) -> Work {
+        let t = t as u64;
+        let (x, y) = (self.x + t * by.x, self.y + t * by.y);
+        Work { x, y, ids: self.ids + t * by.ids, weights: self.weights + t * by.weights, ..self }
+    }
+}
+
 /// A kernel's names, strict and fast.
 type Names = [&'static str; 2];
 
+/// Bytes of so many values.
+fn bytes_of(values: i64) -> u64 {
+    4 * values as u64
+}
+
 impl CudaDevice {
     /// Parts side by side, of one run.
-    pub(super) fn tile_parts(&self, parts: &[Part], x: Rows, y: Rows, operand: Rounding) -> Result<bool, DeviceError> {
+    pub(super) fn tile_parts(
+        &self,
+        parts: &[Part],
+        x: Rows,
+        y: Rows,
+        operand: Rounding,
+        n: usize,
+    ) -> Result<bool, DeviceError> {
         let Some(first) = parts.first().filter(|part| part.format.tiled && part.stack == 1) else { return Ok(false) };
-        let work = Work::of(parts, self.widened(first, x, 1, 1)?, y);
+        let x = self.widened(first, x, n, 1)?;
+        let work = Work::of(parts, x, y);
+        let by = Steps { x: bytes_of(x.row), y: bytes_of(y.row), ..Steps::default() };
         let jobs = parts.iter().map(|part| part.rows / UNIT_ROWS).sum();
         let bytes = parts.iter().map(Part::matrix_bytes).sum();
-        self.tile(first, ["tile_parts_strict", "tile_parts_fast"], operand, &work, work.units as usize, jobs, bytes)
+        let units = work.units as usize;
+        self.tile(first, ["tile_parts_strict", "tile_parts_fast"], operand, (work, by, n), units, jobs, bytes)
     }
 
     /// Gate and up of the slots' experts.
+    #[allow(clippy::too_many_arguments)] // as the operation
     pub(super) fn tile_gate_up(
         &self,
         [gate, up]: [&Part; 2],
@@ -70,14 +105,18 @@ impl CudaDevice {
         operand: Rounding,
         x: Rows,
         y: Rows,
+        n: usize,
     ) -> Result<bool, DeviceError> {
         if !gate.format.tiled || gate.format != up.format || gate.rows != up.rows {
             return Ok(false);
         }
         let of = Work::of([gate, up], x, y);
         let work = Work { ids: ids.memory.address(), slots: slots as i32, ..of };
+        let ids = bytes_of(ids.width as i64);
+        let by = Steps { x: bytes_of(x.row), y: bytes_of(y.row), ids, weights: 0 };
         let (jobs, bytes) = (slots * gate.rows / UNIT_ROWS, slots * 2 * gate.matrix_bytes());
-        self.tile(gate, ["tile_gate_up_strict", "tile_gate_up_fast"], operand, &work, work.units as usize, jobs, bytes)
+        let units = work.units as usize;
+        self.tile(gate, ["tile_gate_up_strict", "tile_gate_up_fast"], operand, (work, by, n), units, jobs, bytes)
     }
 
     /// The slots' down projections, weighted and added.
@@ -89,17 +128,20 @@ impl CudaDevice {
         slots: usize,
         operand: Rounding,
         x: Rows,
-        weights: u64,
+        weights: Rows,
         y: Rows,
+        n: usize,
     ) -> Result<bool, DeviceError> {
         if !part.format.tiled || (slots > 1 && x.group != part.covered as i64) {
             return Ok(false);
         }
         let of = Work::of([part], x, y);
-        let work = Work { ids: ids.memory.address(), weights, slots: slots as i32, ..of };
+        let work = Work { ids: ids.memory.address(), weights: weights.at, slots: slots as i32, ..of };
+        let (ids, weights) = (bytes_of(ids.width as i64), bytes_of(weights.row));
+        let by = Steps { x: bytes_of(x.row), y: bytes_of(y.row), ids, weights };
         let (jobs, bytes) = (part.rows / UNIT_ROWS, slots * part.matrix_bytes());
         let units = work.units as usize * slots;
-        self.tile(part, ["tile_down_strict", "tile_down_fast"], operand, &work, units, jobs, bytes)
+        self.tile(part, ["tile_down_strict", "tile_down_fast"], operand, (work, by, n), units, jobs, bytes)
     }
 
     #[allow(clippy::too_many_arguments)] // of one caller each
@@ -108,7 +150,7 @@ impl CudaDevice {
         of: &Part,
         names: Names,
         operand: Rounding,
-        work: &Work,
+        (work, by, n): (Work, Steps, usize),
         units: usize,
         jobs: usize,
         bytes: usize,
@@ -116,10 +158,11 @@ impl CudaDevice {
         let fast = operand == Rounding::Bf16;
         let product = tile_product(of.format.ty, units, fast);
         let processors = self.gpu.multiprocessors().map_err(|e| self.error(e))?;
-        let Some(launch) = product.launch(jobs, processors).filter(|_| work.x.is_multiple_of(16)) else {
-            return Ok(false);
-        };
-        self.launch("tiles", Some(of.format), names[usize::from(fast)], launch, bytes, &[work])?;
+        let whole = work.x.is_multiple_of(16) && (n == 1 || by.x.is_multiple_of(16));
+        let Some(launch) = product.launch(jobs, processors).filter(|_| whole) else { return Ok(false) };
+        for t in 0..n {
+            self.launch("tiles", Some(of.format), names[usize::from(fast)], launch, bytes, &[&work.row(t, by)])?;
+        }
         Ok(true)
     }
 }

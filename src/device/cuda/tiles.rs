@@ -1,5 +1,5 @@
-//! Products with few rows of x whose weights lie in tiles, a launch for each row: even eight are sooner done one by one than
-//! together by the kernels that take anything. Each product says whether it did it: rows that do not start at a whole load,
+//! Products with few rows of x whose weights lie in tiles, a launch for each row: where there is much to read, even eight
+//! are sooner done one by one than together by the kernels that take anything. Each product says whether it did it: rows that do not start at a whole load,
 //! or do not fit the shared memory of a block, are left to those.
 
 use lockstep_kernels::geometry::{TILE_PARTS, TileProduct, UNIT_COLS, UNIT_ROWS};
@@ -66,6 +66,9 @@ impl Work {
         Work { x, y, ids: self.ids + t * by.ids, weights: self.weights + t * by.weights, ..self }
     }
 }
+
+/// Bytes of weights from which on several rows are worth a launch each.
+const WORTH_A_LAUNCH: usize = 1 << 20;
 
 /// A kernel's names, strict and fast.
 type Names = [&'static str; 2];
@@ -158,8 +161,9 @@ impl CudaDevice {
         let fast = operand == Rounding::Bf16;
         let product = tile_product(of.format.ty, units, fast);
         let processors = self.gpu.multiprocessors().map_err(|e| self.error(e))?;
-        let whole = work.x.is_multiple_of(16) && (n == 1 || by.x.is_multiple_of(16));
-        let Some(launch) = product.launch(jobs, processors).filter(|_| whole) else { return Ok(false) };
+        let whole = work.x.is_multiple_of(16) && by.x.is_multiple_of(16);
+        let fits = if n == 1 { work.x.is_multiple_of(16) } else { whole && bytes >= WORTH_A_LAUNCH };
+        let Some(launch) = product.launch(jobs, processors).filter(|_| fits) else { return Ok(false) };
         for t in 0..n {
             self.launch("tiles", Some(of.format), names[usize::from(fast)], launch, bytes, &[&work.row(t, by)])?;
         }
